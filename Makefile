@@ -19,13 +19,10 @@ BASE ?= runs/small-base
 RUN ?= runs/quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-exhaustive test-core test-kernels test-newest test-trl test-vllm test-emulated gpu docs lint clean
+.PHONY: quickstart test test-exhaustive test-core test-kernels test-newest test-trl test-vllm test-emulated gpu docs dist lint clean
 
 quickstart: $(VENV)/.quickstart
-	$(BIN)/python recipes/small_base.py $(BASE) --seed $(SEED)
-	$(BIN)/trl-fsdp-qlora launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
-		--config recipes/small-base/grpo/config_quickstart.yaml --model_name_or_path $(BASE) \
-		--seed $(SEED) --output_dir $(RUN) --resume_from_checkpoint auto
+	$(BIN)/trl-fsdp-qlora quickstart --base $(BASE) --output_dir $(RUN) --seed $(SEED)
 
 # A worker that is done takes tests from one that is not, so no list has to know which files are long.
 test: $(VENV)/.dev
@@ -86,6 +83,13 @@ test-vllm: $(VLLM_VENV)/.done
 docs: $(DOCS_VENV)/.done
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
 	@echo "the site is in $(SITE)/index.html"
+
+# The wheel and the source distribution, in dist/, with README as a package index shows it (docs/releasing.md).
+dist: $(VENV)/.dev
+	rm -rf build dist
+	$(BIN)/pip install --quiet build twine
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

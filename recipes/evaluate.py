@@ -13,6 +13,7 @@ Prints n and the 95% Wilson interval, and writes a JSON file if `--output` names
 from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
+    import json
     import os
     import shlex
     import sys
@@ -27,6 +28,7 @@ with importing():
 
     from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
     from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
+    from trl_fsdp_qlora.tools.evaluation.measurement import Measurement
     from trl_fsdp_qlora.tools.publishing.loading import (
         load_model,
         processor_source,
@@ -69,9 +71,13 @@ class EvaluateArguments:
     use_cpu: bool = option(False, "Measure on the CPU although there is a GPU.")
     bf16: bool = option(False, "Compute in bfloat16 mixed precision, as a run with `bf16` measures.")
     max_tool_calling_iterations: int | None = option(None, "Turns of an episode that may follow calls of tools.")
-    chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "As in the recipe, for episodes."})
+    chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "As in the recipe."})
     tool_timeout: float | None = field(default=300.0, metadata={"help": "As in the recipe, for episodes."})
     output: str | None = option(None, "JSON file to write.")
+
+    def __post_init__(self):
+        if isinstance(self.chat_template_kwargs, str):
+            self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
 
 
 def settings_of_run() -> tuple[str, dict[str, Any]]:
@@ -126,6 +132,23 @@ def load_measured_model(args: EvaluateArguments, device: torch.device) -> torch.
     return model
 
 
+def measurement_of(script: ScriptArguments, args: EvaluateArguments, of_user: checks.UserCode) -> Measurement:
+    """What the command line asks for."""
+    return Measurement(
+        max_new_tokens=args.max_completion_length,
+        batch_size=script.accuracy_batch_size,
+        samples=script.accuracy_samples,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        answer_format=script.answer_format,
+        template_options=args.chat_template_kwargs or {},
+        agent=of_user.agent,
+        max_tool_turns=args.max_tool_calling_iterations,
+        judge=of_user.judge,
+    )
+
+
 def main() -> None:
     folder, settings = settings_of_run()
     code = code_in(settings)
@@ -157,16 +180,8 @@ def main() -> None:
             model,
             tokenizer,
             test,
-            max_new_tokens=args.max_completion_length,
-            batch_size=script.accuracy_batch_size,
-            samples=script.accuracy_samples,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            answer_format=script.answer_format,
-            seed=args.seed,
-            agent=of_user.agent,
-            max_tool_turns=args.max_tool_calling_iterations,
-            judge=of_user.judge,
+            measurement_of(script, args, of_user),
+            description="evaluate",
         )
     say(str(result))
     if args.output and state.is_main_process:

@@ -3,7 +3,10 @@
 import json
 import runpy
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -19,10 +22,12 @@ MODELS = {
     "dpo": save_tiny_model,
     "environment": lambda folder: save_tool_calling_model(folder, "guess", {"number": 50}),
     "grpo": save_tiny_model,
+    "judge": save_tiny_model,
     "loop": save_tiny_model,
     "pictures": save_tiny_vision_model,
     "qlora": save_tiny_model,
     "rloo": save_tiny_model,
+    "second_try": save_tiny_model,
     "self_distillation": save_tiny_model,
     "tools": lambda folder: save_tool_calling_model(folder, "multiply", {"a": 12, "b": 13}),
 }
@@ -32,11 +37,11 @@ MODELS = {
 def run_example(tmp_path, monkeypatch):
     """Runs an example by its name in an empty folder; returns the names that it leaves."""
 
-    def run(name: str) -> dict:
+    def run(name: str, *words: str) -> dict:
         model = MODELS[name](tmp_path / "tiny")
         monkeypatch.chdir(tmp_path)
         teacher = ["--teacher", model] if name == "distillation" else []
-        monkeypatch.setattr(sys, "argv", [str(EXAMPLES[name]), "--model", model, "--steps", "2", *teacher])
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES[name]), "--model", model, "--steps", "2", *teacher, *words])
         return runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
 
     return run
@@ -98,6 +103,44 @@ def test_tools_are_called(name, run_example, tmp_path):
     assert len(logged) == 2 and (tmp_path / "runs" / name / "adapter_model.safetensors").is_file()
     assert all(row["tools/call_frequency"] > 0.5 and row["tools/failure_frequency"] < 0.5 for row in logged), logged
     assert any(row["reward"] > 0 for row in logged)
+
+
+def test_wrong_answers_are_asked_again(run_example):
+    """An untrained model calls the tool only with the digits that it happens to begin with."""
+    environments = run_example("second_try")["trainer"].environments
+    tries = [len(environment.tries) for environment in environments]
+    assert 1 <= max(tries) <= 2
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Replies to every second question with the answers in reverse, and to the others with prose."""
+
+    replies: ClassVar[list[str]] = []
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.replies.append("8,7,6,5,4,3,2,1" if len(self.replies) % 2 == 0 else "I like them all.")
+        body = json.dumps({"choices": [{"message": {"content": self.replies[-1]}}]}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_judge_ranks_groups_and_a_group_without_a_ranking_has_no_reward(run_example, monkeypatch):
+    monkeypatch.setattr(Judge, "replies", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}/v1"
+    names = run_example("judge", "--judge", address)
+    server.shutdown()
+    assert len(Judge.replies) == 4  # two steps of two groups
+    logged = [row for row in names["trainer"].state.log_history if "reward" in row]
+    assert [row["reward"] for row in logged] == pytest.approx([0.5, 0.5])
+    server.server_close()
+    assert names["rewards_of_group"]("?", ["a", "b"]) == [None, None]  # nobody listens any more
 
 
 def run_two_processes(config: str, folder: Path, *words: str) -> str:

@@ -22,6 +22,7 @@ from tests.fsdp2_qlora.runs import WORKER, difference
 from trl_fsdp_qlora.fsdp2_qlora.loading import keep_plain_kernel
 from trl_fsdp_qlora.tools.data.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
+from trl_fsdp_qlora.tools.evaluation.measurement import Measurement
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.recipe.problems import load_held_out
 
@@ -69,10 +70,10 @@ def check_accuracy(problems, quantized, out):
     model = tiny.load(problems[0]) if quantized else tiny.load_whole(problems[0])
     keep_plain_kernel(model)
     # What is sampled depends on the seed and the batches, not on the ranks.
-    settings = {"max_new_tokens": 3, "batch_size": 2, "seed": 42, "progress": False}
-    before = evaluate(model, tiny.make_tokenizer(), held_out, **settings)
+    settings = {"max_new_tokens": 3, "batch_size": 2, "seed": 42}
+    before = evaluate(model, tiny.make_tokenizer(), held_out, Measurement(**settings))
     adapted = PeftModel.from_pretrained(model, out)
-    after = evaluate(adapted, tiny.make_tokenizer(), held_out, samples=2, **settings)
+    after = evaluate(adapted, tiny.make_tokenizer(), held_out, Measurement(samples=2, **settings))
     for when, alone in (("before", before), ("after", after)):
         expected = {**alone.as_dict(), "interval": list(alone.interval)}
         assert {**record[when], "seconds": 0} == {**expected, "seconds": 0}, when
@@ -95,7 +96,7 @@ def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeyp
     held_out = to_prompts(hold_out(read_problems(problems[1][True], "train"), 10)[1], chat=False)
     model = tiny.load(problems[0])
     keep_plain_kernel(model)
-    alone = evaluate(model, tiny.make_tokenizer(), held_out, max_new_tokens=3, batch_size=4)
+    alone = evaluate(model, tiny.make_tokenizer(), held_out, Measurement(max_new_tokens=3, batch_size=4))
     measured = json.loads(out.read_text())
     assert measured["correct"] == alone.correct > 0 and measured["n"] == 10
 

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -347,6 +348,24 @@ def test_lora_on_experts(checkpoint, tmp_path, checkpointing, group_calls):
         values.append((loss.item(), gradients))
     assert any("experts" in name for name in values[0][1])
     assert_close(*values, 2e-5)
+
+
+def test_lora_on_packed_experts_leaves_the_class_of_peft_as_it_is(tmp_path):
+    """A mixture in 16 bits in the same process, with the same adapter, is computed by PEFT alone."""
+    before = dict(vars(ParamWrapper))
+    folder = save(tmp_path)
+    adapted = tiny.lora(target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    ids = torch.randint(0, 97, (3, 20))
+    packed = get_peft_model(loaded(folder), adapted)
+    packed(ids)
+    dense = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), adapted)
+    dense(ids)
+    assert dict(vars(ParamWrapper)) == before
+    replaced_methods = {
+        name: [set(vars(module)) & set(before) for module in model.modules() if isinstance(module, ParamWrapper)]
+        for name, model in (("packed", packed), ("dense", dense))
+    }
+    assert replaced_methods == {"packed": [{"_activate_lora"}] * 4, "dense": [set()] * 4}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -4,9 +4,13 @@ PEFT is imported when it is used: it imports bitsandbytes, if that is installed.
 """
 
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
+from typing import Any
 
+import torch
 from torch import nn
 
 # Kinds of adapters that change what a layer computes from one token, and look at no other token and at no row. Each
@@ -90,56 +94,55 @@ def wraps_experts(module: nn.Module) -> bool:
     return isinstance(module, ParamWrapper) and hasattr(module.get_base_layer(), "_is_expert_parallel")
 
 
-def let_lora_adapt_packed_experts() -> None:
-    """Let PEFT adapt parameters (`LoraConfig.target_parameters`) that hold packed bytes instead of numbers.
+def let_lora_adapt_packed_experts(model: nn.Module) -> None:
+    """Let PEFT adapt parameters (`LoraConfig.target_parameters`) of `model` that hold packed bytes instead of numbers.
 
-    PEFT's `ParamWrapper` reads shape and dtype from the parameter and adds the whole update to it. If the base layer
-    has `layouts`, the shape is read from these instead, and the layer gets the active adapters' factors in its
-    attribute `lora`.
+    PEFT's `ParamWrapper` reads the shape from the parameter, and adds the whole update to it. For each parameter in
+    `layouts` of a layer of experts PEFT now reads the shape that the numbers have, and the layer gets the active
+    adapters' factors in its attribute `lora` instead. PEFT's class stays as it is.
     """
-    from peft.tuners.lora.layer import ParamWrapper
+    for block in model.modules():
+        for experts in block.children():
+            layouts = getattr(experts, "layouts", None)
+            if not layouts:
+                continue
+            for name, layout in layouts.items():
+                out_features, in_features = layout.shape
+                shape = (in_features, out_features) if experts.is_transposed else (out_features, in_features)
+                # PEFT prefers this attribute, which DeepSpeed gives to parameters that are not whole.
+                experts.get_parameter(name).ds_shape = torch.Size((experts.num_experts, *shape))
+            # The adapter comes later, and wraps `experts` as a child of `block`.
+            block.register_forward_pre_hook(_pass_factors_to_packed_experts)
 
-    if hasattr(ParamWrapper, "_adapts_packed_experts"):
-        return
-    ParamWrapper._adapts_packed_experts = True
-    stock_features = ParamWrapper._get_in_out_features
-    stock_activate = ParamWrapper._activate_lora
 
-    def packed(self):
-        return self.parameter_name in getattr(self.get_base_layer(), "layouts", ())
+def _pass_factors_to_packed_experts(block: nn.Module, _inputs: tuple) -> None:
+    for child in block.children():
+        wrapper = child
+        while wraps_experts(wrapper):  # one wrapper inside the other for each adapted parameter
+            is_packed = wrapper.parameter_name in getattr(wrapper.get_base_layer(), "layouts", ())
+            if is_packed and "_activate_lora" not in vars(wrapper):
+                wrapper._activate_lora = MethodType(_with_factors, wrapper)
+            wrapper = wrapper.base_layer
 
-    def features(self, module):
-        if not packed(self):
-            return stock_features(self, module)
-        base = self.get_base_layer()
-        self.num_experts = base.num_experts
-        self._param_ndim = 3
-        out_features, in_features = base.layouts[self.parameter_name].shape
-        # In the order in which transformers would have stored them, because `update_layer` swaps the two.
-        return (in_features, out_features) if base.is_transposed else (out_features, in_features)
 
-    @contextmanager
-    def activate(self, active_adapters):
-        if not packed(self):
-            with stock_activate(self, active_adapters):
-                yield
-            return
-        base = self.get_base_layer()
-        base.lora[self.parameter_name] = [
-            factors(self, adapter) for adapter in active_adapters if adapter in self.lora_A
-        ]
-        try:
-            yield
-        finally:
-            del base.lora[self.parameter_name]
+@contextmanager
+def _with_factors(wrapper: Any, active_adapters: Sequence[str]) -> Iterator[None]:
+    """Give the base layer the active adapters' factors inside the block, in place of `ParamWrapper._activate_lora`."""
+    factors_by_parameter = wrapper.get_base_layer().lora
+    name = wrapper.parameter_name
+    factors_by_parameter[name] = [
+        _factors(wrapper, adapter) for adapter in active_adapters if adapter in wrapper.lora_A
+    ]
+    try:
+        yield
+    finally:
+        del factors_by_parameter[name]
 
-    def factors(self, adapter):
-        """`(experts, out, r)`, `(experts, r, in)` and the scaling: the weights that `get_delta_weight` multiplies."""
-        a = self.lora_A[adapter].weight
-        b = self.lora_B[adapter].weight
-        rhs = a.reshape(self.num_experts, -1, a.shape[-1])
-        lhs = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
-        return lhs, rhs, self.scaling[adapter]
 
-    ParamWrapper._get_in_out_features = features
-    ParamWrapper._activate_lora = activate
+def _factors(wrapper: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """`(experts, out, r)`, `(experts, r, in)` and the scaling: the weights that `get_delta_weight` multiplies."""
+    a = wrapper.lora_A[adapter].weight
+    b = wrapper.lora_B[adapter].weight
+    rhs_ERI = a.reshape(wrapper.num_experts, -1, a.shape[-1])
+    lhs_EOR = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+    return lhs_EOR, rhs_ERI, wrapper.scaling[adapter]

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -92,6 +93,11 @@ def rewards_of_rank(trainer: Any, rows: list, prompts: list, completions: list, 
         return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
 
 
+def rewarding_with(trainer: Any, functions: list) -> AbstractContextManager[None]:
+    """A block in which TRL's `_calculate_rewards` calls `functions` in place of the trainer's `reward_funcs`."""
+    return replaced(trainer, reward_funcs=functions)
+
+
 def has_response_format(tokenizer: Any) -> bool:
     """Whether `parse_response` can read a completion's parts, such as tool calls."""
     return bool(getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None))
@@ -110,23 +116,6 @@ def training_chat_template(tokenizer: Any) -> str | None:
     if trls.is_chat_template_prefix_preserving(tokenizer):
         return None
     return trls.get_training_chat_template(tokenizer)
-
-
-def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, messages: list[dict]) -> list[int]:
-    """Token ids that `GRPOTrainer` puts between a turn's last token and the next turn.
-
-    They are the tool results and the opening of the next turn.
-    """
-    trainer = types.SimpleNamespace(
-        _is_vlm=False,
-        processing_class=tokenizer,
-        _tokenizer=tokenizer,
-        chat_template=chat_template,
-        chat_template_kwargs=options,
-    )
-    from trl import GRPOTrainer
-
-    return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
 
 
 def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dict) -> dict[str, list[list[int]]]:

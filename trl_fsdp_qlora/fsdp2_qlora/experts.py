@@ -351,7 +351,6 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
 
     def _process_model_before_weight_loading(self, model, device_map, **kwargs):
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
-        let_lora_adapt_packed_experts()
         # A quantized checkpoint holds its experts as numbers, to be packed when loaded.
         if not self.pre_quantized and QUANTIZES_WHILE_LOADING:
             self._convert_experts(model)
@@ -360,6 +359,7 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
         model = super()._process_model_after_weight_loading(model, **kwargs)
         if self.pre_quantized:
             self._convert_experts(model)
+        let_lora_adapt_packed_experts(model)
         return model
 
     def _convert_experts(self, model: PreTrainedModel) -> None:

@@ -19,6 +19,7 @@ from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..long_rows import tiles as token_tiles
 from ..prefix_sharing.problems import Status
 from ..prefix_sharing.sharing import PromptSharing, SharingOptions, causal_language_model, install_sharing
+from ..utils.files import naming_full_disk
 from ..utils.plain import counted
 from ..utils.replaced import replaced
 from .reporting.card_info import CardInfo
@@ -26,6 +27,7 @@ from .reporting.phases import PhaseTimer, TelemetryCallback
 from .reporting.startup import StartupCallback
 from .saving.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from .saving.stopping import stopping_after_step
+from .starting.same_weights import check_nodes
 
 logger = get_logger(__name__)
 
@@ -62,6 +64,7 @@ class TrainerRun(ShardedQLoRAMixin):
         self.has_environments = call.get("environment_factory") is not None  # of GRPO
         with experts_in_4bit():
             super().__init__(**call)
+        check_nodes(self.model, self.accelerator)
         keep_plain_kernel(self.model)
         take_checkpointing_options_apart(causal_language_model(self.model))
         for model in filter(None, (self.model, getattr(self, "ref_model", None))):
@@ -195,7 +198,7 @@ class TrainerRun(ShardedQLoRAMixin):
         # PEFT writes our card, because its own contains nothing about the run.
         model = self.accelerator.unwrap_model(self.model)
         card = {"create_or_update_model_card": partial(write_first_card, self)} if is_peft(model) else {}
-        with replaced(model, **card):
+        with replaced(model, **card), naming_full_disk(output_dir or self.args.output_dir):
             super()._save(output_dir, state_dict)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):

@@ -75,3 +75,15 @@ def test_devices():
         (("2.13.0", "12.8", True, gpus), ["warning", "ok"]),
     ):
         assert [item.level for item in doctor.devices(*installation)] == levels
+
+
+def test_a_machine_with_gpus_but_without_toolkit_compiler_or_peer_access():
+    complete = list(doctor.surroundings("/usr/bin/nvcc", "/usr/bin/cc", []))
+    bare = list(doctor.surroundings(None, None, [(0, 1), (1, 0)]))
+    assert complete == []
+    assert [(item.level, item.check) for item in bare] == [
+        ("ok", "CUDA toolkit"),
+        ("warning", "C compiler"),
+        ("warning", "peer access"),
+    ]
+    assert "GPUs 0 and 1 reach" in bare[-1].text

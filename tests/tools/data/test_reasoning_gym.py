@@ -8,6 +8,7 @@ import reasoning_gym as gym
 from trl_fsdp_qlora.tools.data.datasets import DatasetError, read_problems
 from trl_fsdp_qlora.tools.data.rewards import get_reward
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
+from trl_fsdp_qlora.tools.evaluation.measurement import Measurement
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.recipe.problems import load_data, load_held_out
 from trl_fsdp_qlora.tools.small_base import character_tokenizer
@@ -49,10 +50,11 @@ def test_evaluate_counts_what_the_verifier_accepts(monkeypatch):
     data = load_held_out(arguments("reasoning_gym:spell_backward", eval_problems=20))
     texts = [row["answer"] if i % 2 else "nothing" for i, row in enumerate(data)]
     tokenizer = character_tokenizer()
-    generate_name = "trl_fsdp_qlora.tools.evaluation.accuracy.generate"
+    generate_name = "trl_fsdp_qlora.tools.evaluation.drawing.generate"
     monkeypatch.setattr(generate_name, lambda model, ids, *_, **__: [[i] for i in range(len(ids))])
-    monkeypatch.setattr(tokenizer, "decode", lambda tokens, **_: texts[tokens[0]])
-    result = evaluate(tiny_model(), tokenizer, data, batch_size=20, answer_format="first_line", progress=False)
+    monkeypatch.setattr(tokenizer, "batch_decode", lambda rows, **_: [texts[row[0]] for row in rows])
+    measurement = Measurement(batch_size=20, answer_format="first_line")
+    result = evaluate(tiny_model(), tokenizer, data, measurement)
     assert (result.correct, result.strict, result.n) == (10, 10, 20)
 
 

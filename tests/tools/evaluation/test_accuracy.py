@@ -6,8 +6,9 @@ from datasets import Dataset
 
 from tests.tiny import Answering, prompts, tiny_model
 from trl_fsdp_qlora.tools.data.answers import UnparsableGoldAnswer
-from trl_fsdp_qlora.tools.evaluation import accuracy as evaluation
-from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation, Judge, evaluate
+from trl_fsdp_qlora.tools.evaluation import drawing
+from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation, evaluate
+from trl_fsdp_qlora.tools.evaluation.measurement import Judge, Measurement
 from trl_fsdp_qlora.tools.small_base import character_tokenizer
 from trl_fsdp_qlora.utils.stats import format_accuracy, wilson_interval
 
@@ -22,7 +23,7 @@ def test_accuracy_of_a_known_model():
     dataset = prompts(25)
     even = sum(int(answer) % 2 == 0 for answer in dataset["answer"])
     model = Answering(even_ones_right)
-    result = evaluate(model, model.tokenizer, dataset, samples=4, batch_size=12, progress=False)
+    result = evaluate(model, model.tokenizer, dataset, Measurement(samples=4, batch_size=12))
     assert (result.n, result.correct) == (25, even)
     assert result.pass_at_k == 1.0  # two of four samples are right
     assert result.interval[0] < even / 25 < result.interval[1]
@@ -53,12 +54,11 @@ def test_a_function_of_ones_own_decides_in_place_of_answers(caplog):
     dataset = Dataset.from_dict({"prompt": ["1+1="] * 4, "tests": [["2"], ["3"], ["4"], ["5"]]})
     tokenizer = character_tokenizer()
     texts = []
-    tokenizer.decode = lambda tokens, skip_special_tokens: texts.pop(0)
+    tokenizer.batch_decode = lambda rows, skip_special_tokens: [texts.pop(0) for _ in rows]
     for function, right in ((passes, 1), (fails, 0), (returns_one_value, 0)):
         texts += ["2", "3", "4", "2", *["2"] * 8]
-        result = evaluate(
-            Answering(lambda *_: "7"), tokenizer, dataset, judge=Judge(function), samples=2, progress=False
-        )
+        measurement = Measurement(judge=Judge(function), samples=2)
+        result = evaluate(Answering(lambda *_: "7"), tokenizer, dataset, measurement)
         assert (result.n, result.correct, result.strict, result.lenient) == (4, right, None, None)
         assert result.first_right == (0 if right else None)
         assert result.pass_at_k == right / 4
@@ -71,8 +71,8 @@ def test_letters_and_texts_are_compared_by_their_words():
     dataset = Dataset.from_dict({"prompt": ["1+1="] * 2, "answer": ["B", "Paris"]})
     tokenizer = character_tokenizer()
     texts = ["So B", "It is\nParis", *["A", "(B)", "B) 1"], *["paris", "London", "Paris!"]]
-    tokenizer.decode = lambda tokens, skip_special_tokens: texts.pop(0)
-    result = evaluate(Answering(lambda *_: "7"), tokenizer, dataset, samples=3, batch_size=6, progress=False)
+    tokenizer.batch_decode = lambda rows, skip_special_tokens: [texts.pop(0) for _ in rows]
+    result = evaluate(Answering(lambda *_: "7"), tokenizer, dataset, Measurement(samples=3, batch_size=6))
     assert (result.correct, result.strict, result.lenient, result.pass_at_k) == (2, 0, 2, 1.0)
 
 
@@ -81,8 +81,8 @@ def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_al
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    options = {"samples": 3, "max_new_tokens": 4, "batch_size": 6, "progress": False}
-    first, again = (evaluate(model, character_tokenizer(), prompts(10), **options) for _ in range(2))
+    measurement = Measurement(samples=3, max_new_tokens=4, batch_size=6)
+    first, again = (evaluate(model, character_tokenizer(), prompts(10), measurement) for _ in range(2))
     assert torch.equal(torch.rand(3), expected) and model.training
     assert replace(first, seconds=0) == replace(again, seconds=0)
 
@@ -92,9 +92,9 @@ def test_format_and_arithmetic_are_distinguished():
     for answer_format, correct, strict in (("auto", 2, 1), ("hash", 1, 1), ("last_number", 3, 3)):
         tokenizer = character_tokenizer()
         texts = ["9 #### 2", "#### 3, that is 2", "it is 2", "none"]
-        tokenizer.decode = lambda tokens, skip_special_tokens, texts=texts: texts.pop(0)
+        tokenizer.batch_decode = lambda rows, skip_special_tokens, texts=texts: [texts.pop(0) for _ in rows]
         model = Answering(lambda *_: "7")
-        result = evaluate(model, tokenizer, dataset, answer_format=answer_format, progress=False)
+        result = evaluate(model, tokenizer, dataset, Measurement(answer_format=answer_format))
         assert (result.correct, result.strict, result.lenient, result.first_right) == (correct, strict, 3, 0)
         assert f"strict {25 * strict}.0%, lenient 75.0%" in str(result)
     plain = Evaluation(10, 6, 0.6, (0.3, 0.8), 0, None, 1.0, 3.0, strict=0, lenient=6)
@@ -105,17 +105,17 @@ def test_format_and_arithmetic_are_distinguished():
 def test_penalties_of_the_models_own_config_are_left_out(monkeypatch):
     model = tiny_model()
     completions = []
-    generate = evaluation.generate
+    generate = drawing.generate
 
     def kept(*args, **kwargs):
         completions.append(generate(*args, **kwargs))
         return completions[-1]
 
-    monkeypatch.setattr(evaluation, "generate", kept)
+    monkeypatch.setattr(drawing, "generate", kept)
     for penalty, ngram in ((1.0, 0), (20.0, 1)):
         model.generation_config.repetition_penalty = penalty
         model.generation_config.no_repeat_ngram_size = ngram
-        evaluate(model, character_tokenizer(), prompts(4), max_new_tokens=8, progress=False)
+        evaluate(model, character_tokenizer(), prompts(4), Measurement(max_new_tokens=8))
     plain, penalised = completions
     assert plain == penalised and any(len(set(tokens)) < len(tokens) for tokens in plain)
 

@@ -4,7 +4,8 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.tools.planning.settings import Launch, Settings, from_words
+from trl_fsdp_qlora.tools.planning.launches import Launch
+from trl_fsdp_qlora.tools.planning.settings import Settings, from_words
 
 LAYERS = 5
 

@@ -12,8 +12,8 @@ from tests.tools.planning.models import folder, settings
 from trl_fsdp_qlora.tools.planning import largest
 from trl_fsdp_qlora.tools.planning.hardware import GIB, Hardware
 from trl_fsdp_qlora.tools.planning.known_models import MODELS, known_config
+from trl_fsdp_qlora.tools.planning.launches import Launch
 from trl_fsdp_qlora.tools.planning.plan import changed, make_plan
-from trl_fsdp_qlora.tools.planning.settings import Launch
 
 CARD = Hardware("a card", 2**40, 1)
 

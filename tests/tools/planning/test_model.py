@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from tests.tools.planning.models import config, folder, in_4_bits, settings
 from trl_fsdp_qlora.tools.planning import model
 from trl_fsdp_qlora.tools.planning.hardware import Hardware
+from trl_fsdp_qlora.tools.planning.launches import Launch
 from trl_fsdp_qlora.tools.planning.passes import FakeRun
 from trl_fsdp_qlora.tools.planning.plan import (
     ACTIVATIONS,
@@ -17,10 +18,10 @@ from trl_fsdp_qlora.tools.planning.plan import (
     GATHERED,
     ROOM,
     TOKEN_STEP,
+    format_plan,
     gathered_bytes,
     make_plan,
 )
-from trl_fsdp_qlora.tools.planning.settings import Launch
 from trl_fsdp_qlora.tools.recipe.checks import lora_config, read_config
 
 CARD = Hardware("a card", 24 * 2**30, 1)
@@ -124,6 +125,79 @@ def test_layers_that_a_checkpoint_leaves_dense_are_counted_dense(tmp_path):
     folder(tmp_path / "part", quantization_config=part)
     whole, left = (planned(settings(tmp_path / name, dtype="float32"))[model.BASE_4BIT] for name in ("whole", "part"))
     assert 2 * (whole - left) == 3 * 128 * 384 + 5 * 128 * 128  # of the first layer's MLP, and of every layer's q_proj
+
+
+def linear_shapes() -> list[tuple[int, int]]:
+    """(out, in) of the linear layers of the test's model, without its head."""
+    built = AutoModelForCausalLM.from_config(config())
+    head = built.get_output_embeddings()
+    return [tuple(m.weight.shape) for m in built.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+
+
+def gptq_tensors(out: int, columns: int, bits: int, group: int) -> int:
+    """Bytes of the tensors of a GPTQ layer: qweight, qzeros, scales and g_idx, by their shapes and dtypes."""
+    groups = columns // group
+    return 4 * (columns * bits // 32) * out + 4 * groups * (out * bits // 32) + 2 * groups * out + 4 * columns
+
+
+PACKED = {"num_bits": 4, "group_size": 128}
+STORED = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, lambda o, i: gptq_tensors(o, i, 4, 128)),
+    "gptq in 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 32}, lambda o, i: gptq_tensors(o, i, 8, 32)),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
+        lambda o, i: gptq_tensors(o, i, 4, 64) - 4 * i,  # AWQ has no g_idx
+    ),
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        lambda o, i: o * i + 4 * -(-o // 128) * -(-i // 128),
+    ),
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": PACKED}}},
+        lambda o, i: o * i // 2 + 2 * o * (i // 128),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_base_in_another_format_takes_what_its_tensors_take(tmp_path, name):
+    quantization, tensors = STORED[name]
+    folder(tmp_path / "dense")
+    folder(tmp_path / "stored", quantization_config=quantization)
+    dense = planned(settings(tmp_path / "dense", dtype="float32"))
+    stored = planned(settings(tmp_path / "stored", dtype="float32"))
+    weights = (model.BASE_4BIT, model.BASE_8BIT, model.STATE, model.BASE)
+    saved = sum(dense[part] - stored[part] for part in weights)
+    assert saved == sum(4 * o * i - tensors(o, i) for o, i in linear_shapes())
+    assert stored[model.TRAINED] == dense[model.TRAINED]
+
+
+def test_a_format_that_is_not_known_counts_dense_and_is_named(tmp_path):
+    plan = make_plan(settings(folder(tmp_path, quantization_config={"quant_method": "aqlm"})), CARD)
+    assert "a base in aqlm counts dense" in format_plan(plan)
+    assert plan.phases["optimizer"][model.BASE] > 4 * sum(o * i for o, i in linear_shapes())
+
+
+def test_units_that_stay_gathered_count_whole_until_the_backward(tmp_path):
+    run = settings(folder(tmp_path), Launch("fsdp2", 2))
+    built = model.build(run, read_config(run.model.model_name_or_path))
+    layer = nbytes(built.base_model.model.model.layers[0].parameters())
+    whole = nbytes(built.parameters())
+    root = whole - 5 * layer
+
+    def gathered(run, **fields) -> int:
+        return gathered_bytes(FakeRun(replace(run, launch=replace(run.launch, **fields)), config(), True))[0]
+
+    assert gathered(run, reshards=False) == gathered(run, kind="fsdp1", reshards=False) == whole + layer
+    assert gathered(run, units="model") == whole
+    assert gathered(run, units=("LlamaDecoderLayer",)) == root + 3 * layer
+    mlp = nbytes(built.base_model.model.model.layers[0].mlp.parameters())
+    assert gathered(run, units=("LlamaDecoderLayer", "LlamaMLP")) == root + layer + 2 * max(mlp, layer - mlp)
+    assert gathered(run, units=("LlamaMLP",)) == whole - 5 * mlp + 3 * mlp
+    in_4_bits = settings(tmp_path, Launch("fsdp2", 2), load_in_4bit=True, fsdp_keep_gathered=True)
+    kept = replace(in_4_bits, launch=replace(in_4_bits.launch, reshards=False))
+    dropped = replace(in_4_bits, values=in_4_bits.values | {"fsdp_keep_gathered": False})
+    assert gathered(in_4_bits) == gathered(kept) > gathered(dropped)
 
 
 def test_what_is_spread_over_the_ranks(tmp_path):

@@ -22,8 +22,8 @@ from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharin
 from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.tools.planning import fake_ops, passes, steps
 from trl_fsdp_qlora.tools.planning.generation import cache_bytes
+from trl_fsdp_qlora.tools.planning.launches import Launch
 from trl_fsdp_qlora.tools.planning.passes import FakeRun
-from trl_fsdp_qlora.tools.planning.settings import Launch
 from trl_fsdp_qlora.tools.recipe.checks import lora_config
 from trl_fsdp_qlora.trainers.step.step_scores import StepScores
 

@@ -15,9 +15,9 @@ from trl_fsdp_qlora.tools.planning import largest, passes
 from trl_fsdp_qlora.tools.planning import plan as module
 from trl_fsdp_qlora.tools.planning.generation import choices
 from trl_fsdp_qlora.tools.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
+from trl_fsdp_qlora.tools.planning.launches import Launch
 from trl_fsdp_qlora.tools.planning.passes import FakeRun
 from trl_fsdp_qlora.tools.planning.plan import changed, make_plan, plan_recipe
-from trl_fsdp_qlora.tools.planning.settings import Launch
 
 CPU = Hardware("a host", 2**40, 1, gpu=False)
 CARD = Hardware("a card", 2**40, 1)
@@ -162,7 +162,7 @@ def test_the_exit_status_says_whether_it_fits(tiny, monkeypatch, capsys):
 
 def test_a_recipe_with_a_teacher_is_refused_in_one_line():
     with pytest.raises(UserError, match="is a recipe of distillation; this command takes those of grpo"):
-        refuse_typos("plan", "tools.cli.plan", None, ["--config", "small-base/distillation/quickstart"])
+        refuse_typos("plan", ["--config", "small-base/distillation/quickstart"])
 
 
 def test_hardware_by_name_and_by_memory():

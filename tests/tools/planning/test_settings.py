@@ -1,5 +1,6 @@
 """What a plan reads of a recipe, of a parsed config and of accelerate's files."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,12 @@ from tests.tools.planning.models import folder, settings, words
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.planning.hardware import GIB, Hardware
+from trl_fsdp_qlora.tools.planning.launches import Launch, read_launch
 from trl_fsdp_qlora.tools.planning.model import BASE, OPTIMIZER, TRAINED
 from trl_fsdp_qlora.tools.planning.plan import format_plan, make_plan, plan_recipe
-from trl_fsdp_qlora.tools.planning.settings import Launch, from_config, from_words, read_launch
+from trl_fsdp_qlora.tools.planning.settings import from_config, from_words
+
+FSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
 
 
 def launch_of(tmp_path, text: str) -> Launch:
@@ -23,14 +27,62 @@ def launch_of(tmp_path, text: str) -> Launch:
     ("text", "kind", "offload"),
     [
         ("distributed_type: MULTI_GPU", "ddp", False),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}", "fsdp2", False),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}", "fsdp2", True),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: 'false'}", "fsdp2", False),
+        (f"{FSDP}, fsdp_version: 2}}", "fsdp2", False),
+        (f"{FSDP}}}", "fsdp1", False),
+        (f"{FSDP}, fsdp_version: 2, fsdp_offload_params: true}}", "fsdp2", True),
+        (f"{FSDP}, fsdp_version: 2, fsdp_offload_params: 'false'}}", "fsdp2", False),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", "deepspeed", False),
     ],
 )
 def test_a_launch_is_read_as_accelerate_reads_it(tmp_path, text, kind, offload):
     assert launch_of(tmp_path, f"num_processes: 8\n{text}\n") == Launch(kind, 8, 1, offload)
+
+
+FIELDS = [
+    ("fsdp_version: 2, fsdp_reshard_after_forward: false", {"reshards": False}),
+    ("fsdp_version: 2, fsdp_reshard_after_forward: 'True'", {}),
+    ("fsdp_sharding_strategy: SHARD_GRAD_OP", {"kind": "fsdp1", "reshards": False}),
+    ("fsdp_sharding_strategy: 2", {"kind": "fsdp1", "reshards": False}),
+    ("fsdp_reshard_after_forward: shard_grad_op", {"kind": "fsdp1", "reshards": False}),
+    ("fsdp_sharding_strategy: HYBRID_SHARD", {"kind": "fsdp1", "replicas": 2}),
+    ("fsdp_sharding_strategy: HYBRID_SHARD_ZERO2", {"kind": "fsdp1", "replicas": 2, "reshards": False}),
+    ("fsdp_sharding_strategy: NO_SHARD", {"kind": "ddp"}),
+    ("fsdp_version: 2, fsdp_transformer_layer_cls_to_wrap: 'A,B'", {"units": ("A", "B")}),
+    ("fsdp_version: 2, fsdp_activation_checkpointing: true", {"checkpoints": True}),
+]
+
+
+@pytest.mark.parametrize(("keys", "fields"), FIELDS)
+def test_the_keys_of_fsdp_that_change_bytes_are_read(tmp_path, keys, fields):
+    launch = launch_of(tmp_path, f"num_processes: 4\nnum_machines: 2\n{FSDP}, {keys}}}\n")
+    assert launch == replace(Launch("fsdp2", 4, 2), **fields)
+
+
+@pytest.mark.parametrize(
+    ("keys", "units"), [("NO_WRAP", "model"), ("SIZE_BASED_WRAP, fsdp_min_num_params: 1000", 1000)]
+)
+def test_units_follow_the_policy(tmp_path, keys, units):
+    text = f"num_processes: 2\ndistributed_type: FSDP\nfsdp_config: {{fsdp_auto_wrap_policy: {keys}}}\n"
+    assert launch_of(tmp_path, text).units == units
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{FSDP}, fsdp_ignored_modules: 'model.embed_tokens'}}",
+        "distributed_type: MEGATRON_LM",
+        "distributed_type: MULTI_GPU\nmixed_precision: fp8",
+        f"{FSDP}}}\nparallelism_config: {{parallelism_config_tp_size: 2}}",
+    ],
+)
+def test_what_is_not_counted_is_not_planned(tmp_path, text):
+    with pytest.raises(UserError, match="is not planned"):
+        launch_of(tmp_path, f"num_processes: 4\n{text}\n")
+
+
+def test_replicas_of_hsdp_hold_a_copy_each(tmp_path):
+    launch = read_launch("multi_node_hsdp_qlora")
+    assert (launch.processes, launch.replicas, launch.ranks_per_copy) == (16, 2, 8)
 
 
 def test_a_file_that_accelerate_refuses_is_one_line(tmp_path):
@@ -101,7 +153,9 @@ def test_a_plan_within_a_launch_of_fsdp2_reads_the_launch_itself(monkeypatch):
         )
 
     assert from_config(config("cuda"), None).launch.kind == "ddp"
-    for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2"), ("WORLD_SIZE", "2")):
+    exported = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}
+    for name, value in exported.items():
         monkeypatch.setenv(name, value)
-    assert from_config(config("cuda"), None).launch.kind == "fsdp2"
+    launch = from_config(config("cuda"), None).launch
+    assert (launch.kind, launch.reshards) == ("fsdp2", False)
     assert from_config(config("cpu"), None).launch.kind == "fsdp2"

@@ -18,8 +18,8 @@ from tests.tiny import config, lora, save_tiny_model, these_first, tiny_model, t
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation
 from trl_fsdp_qlora.tools.recipe import checks, runner
-from trl_fsdp_qlora.tools.recipe.accuracy import AccuracyCallback
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.tools.recipe.measuring import AccuracyCallback
 from trl_fsdp_qlora.tools.recipe.record import RunRecord, check_output_dir, next_commands, settings_in
 
 

@@ -225,7 +225,7 @@ def arguments_and_results() -> Iterator[Change]:
     for name, seam in trl_seams.METHODS.items():
         for trainer in seam.of.split():
             file = of_trainer(trainer)
-            if name != "_get_tool_suffix_ids" and (trainer, name) != ("DPO", "compute_ref_log_probs"):
+            if (trainer, name) != ("DPO", "compute_ref_log_probs"):
                 yield Change(f"argument: {trainer} {name}", argument_more(file, name), (trainer,), **of_draws(name))
             if name in TUPLES:
                 yield Change(f"tuple: {trainer} {name}", tuple_longer(file, name), (trainer,))

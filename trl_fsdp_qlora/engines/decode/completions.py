@@ -15,7 +15,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from ...compat.trl import rows_of_images
 from ...errors import UserError
@@ -106,12 +106,15 @@ def complete(
 class EngineModel:
     """vLLM in the place of a model in [`generate`]: a server, or an engine of this rank's own.
 
-    `generation_config` is the model's.
+    `generation_config` and `config` are the model's; only episodes with tools need the second.
     """
 
-    def __init__(self, engine: "AdapterEngine", generation_config: GenerationConfig):
+    def __init__(
+        self, engine: "AdapterEngine", generation_config: GenerationConfig, config: PreTrainedConfig | None = None
+    ):
         self.engine = engine
         self.generation_config = generation_config
+        self.config = config
 
     def complete(self, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None) -> list[list[int]]:
         """One completion for every prompt; row i has a seed of its own, computed from `seed` and i."""

@@ -69,13 +69,17 @@ def machine_findings() -> Iterator[Finding]:
     count = range(torch.cuda.device_count())
     gpus = [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in count]
     yield from devices(torch.__version__, torch.version.cuda or torch.version.hip, driver, gpus)
+    if gpus:
+        pairs = [(i, j) for i in count for j in count if i != j]
+        apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+        yield from surroundings(shutil.which("nvcc"), shutil.which("cc") or shutil.which("gcc"), apart)
     if find_spec("bitsandbytes") is not None:
         try:
             import bitsandbytes  # noqa: F401
         except Exception as error:  # an error of its native library would also end a run with a 4-bit base
             yield Finding("error", "bitsandbytes", f"cannot be imported: {type(error).__name__}: {error}")
     if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < 2**30:  # a container's default is 64 MiB
-        reason = "less than 1 GiB is free, and NCCL and data loaders use it: docker run --shm-size=8g"
+        reason = "less than 1 GiB is free, and NCCL, data loaders and vLLM's workers use it: docker run --shm-size=8g"
         yield Finding("warning", "/dev/shm", reason)
 
 
@@ -104,11 +108,29 @@ def devices(build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str
         yield Finding("ok", "hardware", reason)
 
 
+def surroundings(toolkit: str | None, compiler: str | None, apart: Sequence[tuple[int, int]]) -> Iterator[Finding]:
+    """What a machine with a GPU lacks, and what follows.
+
+    `toolkit` and `compiler` are the paths of nvcc and of a C compiler, `apart` the pairs of GPUs without peer access.
+    """
+    if toolkit is None:
+        reason = "no nvcc: nothing here needs it; DeepSpeed's offload to the CPU and flash-attn build kernels with it"
+        yield Finding("ok", "CUDA toolkit", reason)
+    if compiler is None:
+        reason = "no cc or gcc, with which Triton builds the launcher of each kernel: apt-get install gcc"
+        yield Finding("warning", "C compiler", reason)
+    if apart:
+        gpus = ", ".join(f"{first} and {second}" for first, second in apart if first < second)
+        reason = f"GPUs {gpus} reach each other through the host's memory only"
+        advice = "ddp, which moves adapters alone, loses less by it than fsdp2 and zero3, which gather the weights"
+        yield Finding("warning", "peer access", f"{reason}: {advice}")
+
+
 def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     """What the run's own command would refuse first, with the fields in `rest` and the options `launcher`."""
     from transformers.utils import logging
 
-    from ..planning.settings import read_launch
+    from ..planning.launches import read_launch
     from ..recipe.checks import check_recipe
 
     logging.set_verbosity_error()

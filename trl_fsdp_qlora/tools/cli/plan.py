@@ -27,6 +27,8 @@ def plan(words: Sequence[str]) -> int:
     """Print a recipe's plan; exit status 0 if it fits, 1 if it does not."""
     options, rest = _parser().parse_known_args(words if {"-h", "--help"}.isdisjoint(words) else ["-h"])
     check_num_processes(options.num_processes)
+    if options.prompt_tokens < 1:
+        raise UserError(f"--prompt_tokens {options.prompt_tokens} is not a number of tokens; try 256")
     rest = with_recipe(rest)
     if not rest:
         raise UserError("plan needs a recipe: --config FILE.yaml")

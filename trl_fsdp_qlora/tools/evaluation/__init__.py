@@ -1,1 +1,1 @@
-"""The quality of a model: accuracy on held-out problems, its uncertainty, pictures of runs."""
+"""The quality of a model: accuracy on held-out problems, its uncertainty, drawn by TRL's own rollout."""

@@ -3,26 +3,18 @@
 An answer is compared with the right one, or a user's own function decides.
 """
 
-import asyncio
-import inspect
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from accelerate import PartialState
+from datasets import Dataset
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
-from trl.data_utils import is_conversational
 
-from ...compat import trl as trls
 from ...compat.transformers import tokenizer_of
-from ...engines.decode.completions import generate, over_ranks
-from ...engines.decode.turns import KeptTurns
-from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes
-from ...utils.nonfatal import nonfatal
-from ...utils.plain import name_of
+from ...engines.decode.completions import over_ranks
 from ...utils.stats import format_accuracy, wilson_interval
 from ..data import reasoning_gym
 from ..data.answers import (
@@ -33,7 +25,8 @@ from ..data.answers import (
     parse_gold,
     required_answer,
 )
-from .episodes import Agent, run_episodes
+from .drawing import Answer, Draw, MeasuringTrainer
+from .measurement import Measurement
 
 # Options that `generate` would otherwise take from the model's own config (Qwen2.5's has a repetition penalty).
 NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
@@ -83,30 +76,8 @@ def format_result(result: dict[str, Any]) -> str:
     return text
 
 
-@dataclass
-class Judge:
-    """A user's own function that decides what is right.
-
-    It gets what a reward gets in TRL: `prompts`, `completions` and the dataset's columns, each as a list. An answer is
-    right if its value is at least 1. If the function fails, a warning has the reason, and its completions are wrong.
-    """
-
-    function: Callable[..., Sequence[float | None]]
-
-    def verdicts(self, rows: Sequence[dict], completions: Sequence[Any]) -> list[bool]:
-        name = name_of(self.function)
-        with nonfatal(f"accuracy_function {name}"):
-            columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
-            values = self.function(prompts=[row["prompt"] for row in rows], completions=completions, **columns)
-            values = list(asyncio.run(values) if inspect.iscoroutine(values) else values)
-            if len(values) != len(rows):
-                raise ValueError(f"{len(values)} values for {len(rows)} completions; it must return one each")
-            return [value is not None and bool(value >= 1) for value in values]
-        return [False] * len(rows)
-
-
-class Completed(NamedTuple):
-    """A model's answer: its text, the tokens that it wrote, and the verdict of a function or an environment."""
+class Verdict(NamedTuple):
+    """A model's answer: its text, the tokens that it wrote, and what a function or an environment decided."""
 
     text: str
     tokens: int
@@ -126,7 +97,7 @@ class Scored(NamedTuple):
     passed_at_k: float
 
 
-def score_problem(greedy: Completed, drawn: list[Completed], gold: Any, answer_format: str) -> Scored:
+def score_problem(greedy: Verdict, drawn: Sequence[Verdict], gold: Any, answer_format: str) -> Scored:
     """Compare a problem's completions with its answer, or take the verdicts.
 
     Args:
@@ -134,85 +105,85 @@ def score_problem(greedy: Completed, drawn: list[Completed], gold: Any, answer_f
         gold: the right answer, or a function that accepts answers, see [`answers_match`].
     """
 
-    def is_right(completion: Completed, answer: str | None) -> bool:
-        return answers_match(answer, gold=gold) if completion.is_right is None else completion.is_right
+    def is_right(completion: Verdict, answer: str | None) -> bool:
+        if completion.is_right is not None:
+            return completion.is_right
+        return answers_match(answer, gold=gold)
 
     answer = extract_answer(greedy.text, answer_format, gold)
+    passed = any(is_right(sample, extract_answer(sample.text, answer_format, gold)) for sample in drawn)
     return Scored(
         correct=is_right(greedy, answer),
         strict=is_right(greedy, required_answer(greedy.text, answer_format)),
         lenient=is_right(greedy, last_resort(greedy.text, gold)),
         tokens=greedy.tokens,
-        passed_at_k=float(any(is_right(each, extract_answer(each.text, answer_format, gold)) for each in drawn)),
+        passed_at_k=float(passed),
     )
 
 
-def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[list[int]], dict[str, Any]]:
-    """Token ids of prompts with pictures, and the model's other inputs for them."""
-    prompts = [trls.prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
-    encoded = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
-    vision = {name: encoded[name] for name in encoded if name not in ("input_ids", "attention_mask")}
-    return encoded["input_ids"], {**vision, "num_images": [len(row["images"]) for row in rows]}
+class _Problems:
+    """The rows of a data set, with their right answers if these decide."""
+
+    def __init__(self, dataset: Dataset, measurement: Measurement):
+        self.dataset = dataset
+        self.has_images = "images" in dataset.column_names
+        without_images = dataset.remove_columns("images") if self.has_images else dataset
+        self.rows = without_images.to_list()
+        self.golds: list[Any] = [None] * len(self.rows)
+        if measurement.compares_answers:
+            self.golds = [_right_answer(row, index) for index, row in enumerate(self.rows)]
+
+    def batch(self, indices: Sequence[int], repeats: int) -> list[dict]:
+        """The rows of a batch, each `repeats` times, with their pictures, which are read again each time."""
+        rows = [self.rows[index] for index in indices]
+        if self.has_images:
+            rows = [{**self.rows[index], "images": self.dataset[index]["images"]} for index in indices]
+        return [row for row in rows for _ in range(repeats)]
 
 
-def as_completions(prompt: Any, texts: Sequence[str]) -> list[Any]:
-    """Completions as reward functions get them: messages if the prompt is a conversation, else the texts."""
-    if not is_conversational({"prompt": prompt}):
-        return list(texts)
-    return [[{"role": "assistant", "content": text}] for text in texts]
+def _right_answer(row: dict, index: int) -> Any:
+    if row.get("entry"):
+        return reasoning_gym.accepts(row["entry"])
+    return parse_gold(row["answer"], index)
 
 
-def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of prompts, which are all texts or all conversations."""
-    if not is_conversational({"prompt": prompts[0]}):
-        return tokenizer(prompts)["input_ids"]
-    encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return encoded["input_ids"]
+def _verdicts(rows: Sequence[dict], answers: Sequence[Answer], measurement: Measurement) -> list[Verdict]:
+    """The answers to `rows`, with the verdict of the judge or of the environment if there is one."""
+    decisions: list[bool | None] = [None] * len(rows)
+    if measurement.judge is not None:
+        decisions = list(measurement.judge.verdicts(rows, [answer.completion for answer in answers]))
+    elif measurement.agent is not None:
+        decisions = [measurement.agent.is_right(answer.environment) for answer in answers]
+    return [
+        Verdict(completion_text(answer.completion), answer.tokens, decision)
+        for answer, decision in zip(answers, decisions, strict=True)
+    ]
 
 
 def evaluate(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset,
+    processing: PreTrainedTokenizerBase | ProcessorMixin,
+    dataset: Dataset,
+    measurement: Measurement | None = None,
     *,
-    max_new_tokens: int = 256,
-    batch_size: int = 32,
-    samples: int = 0,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    answer_format: str = "auto",
-    seed: int = 0,
-    progress: bool = True,
-    description: str = "evaluate",
     synced_gpus: bool = False,
-    agent: Agent | None = None,
-    max_tool_turns: int | None = None,
-    judge: Judge | None = None,
+    description: str | None = None,
 ) -> Evaluation:
     """Measure `model` on every problem of `dataset` exactly once, with any number of ranks.
 
-    Batches are fixed by the dataset and dealt to the ranks in turn. The samples of a batch depend on `seed` and the
+    Batches are fixed by the dataset and dealt to the ranks in turn. The samples of a batch depend on the seed and the
     batch alone, so the result does not depend on the number of ranks. It works without an initialised process group.
 
     Args:
         model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
-        tokenizer: a tokenizer with a pad token, or a processor if `dataset` has a column `images`.
+        processing: a tokenizer with a pad token, or a processor if `dataset` has a column `images`.
         dataset: `prompt` and `answer`, and `entry` if a generator verifies, see
-            [`trl_fsdp_qlora.tools.data.datasets.to_prompts`]. With a `judge`, or an environment that owns its reward,
-            no answer is needed.
-        max_new_tokens: length limit of a completion, in tokens.
-        batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
-        samples: k of pass@k; 0 measures greedy decoding only.
-        temperature, top_p, seed: for the samples. Penalties of the model's own generation config are left out.
-        answer_format: see [`trl_fsdp_qlora.tools.data.answers.extract_answer`].
-        progress, description: show a bar on the main rank.
+            [`trl_fsdp_qlora.tools.data.datasets.to_prompts`]. If a judge or an environment decides, no answer is
+            needed.
+        measurement: lengths, samples, and what decides; by default greedy decoding, at most 256 tokens.
         synced_gpus: a forward is collective (weights sharded over the ranks), so every rank generates as often as the
             slowest.
-        agent: the tools and the environment of an episode, whose last answer is compared with the right one. If an
-            environment owns its reward, the reward decides instead. `max_new_tokens` is then the length of an episode
-            after its prompt, results of tools included, and a completion's tokens are those that the model wrote.
-        max_tool_turns: largest number of an episode's tool turns; any number if `None`.
-        judge: decides in place of the answer, and of the environment.
+        description: of the bar on the main rank; no bar if `None`.
 
     Returns:
         [`Evaluation`], the same on every rank.
@@ -221,81 +192,35 @@ def evaluate(
         trl_fsdp_qlora.tools.data.answers.UnparsableGoldAnswer: a gold answer has no value; raised before generation.
     """
     started = time.perf_counter()
-    with_images = "images" in dataset.column_names
-    rows = (dataset.remove_columns("images") if with_images else dataset).to_list()
-    is_decided = judge is not None or (agent is not None and agent.owns_reward)
-    golds: list[Any] = [None] * len(rows)
-    if not is_decided:
-        golds = [
-            reasoning_gym.accepts(row["entry"]) if row.get("entry") else parse_gold(row["answer"], index)
-            for index, row in enumerate(rows)
-        ]
-    greedy, sampled = generation_configs(model, tokenizer_of(tokenizer), max_new_tokens, temperature, top_p)
+    measurement = measurement or Measurement()
+    problems = _Problems(dataset, measurement)
+    trainer = MeasuringTrainer(processing, measurement)
+    greedy, sampled = generation_configs(model, tokenizer_of(processing), measurement)
+    draw_by = partial(Draw, model, synced_gpus=synced_gpus)
+    samples = measurement.samples
 
-    def complete_episodes(batch_rows: list[dict], config: GenerationConfig, seed: int | None) -> list[Completed]:
-        limit = FREE_SHARE * free_bytes(PartialState().device)
-        turns = KeptTurns(limit, math.inf if max_tool_turns is None else max_tool_turns)
+    def draw(batch: range) -> tuple[list[Verdict], list[Verdict]]:
+        rows = problems.batch(batch, 1)
+        best = _verdicts(rows, trainer.draw(rows, draw_by(greedy)), measurement)
+        if not samples:
+            return best, []
+        rows = problems.batch(batch, samples)
+        seed = (measurement.seed << 20) + batch.start
+        return best, _verdicts(rows, trainer.draw(rows, draw_by(sampled, seed)), measurement)
 
-        def next_turn(ids: list[list[int]], turn: int) -> list[list[int]]:
-            turns.number = turn
-            turn_seed = None if seed is None else seed + (turn << 40)
-            return generate(model, ids, config, turn_seed, synced_gpus=synced_gpus, turns=turns)
-
-        episodes = run_episodes(
-            agent,
-            batch_rows,
-            tokenizer,
-            next_turn,
-            max_length=max_new_tokens,
-            max_tool_turns=max_tool_turns,
-            synced_gpus=synced_gpus,
-        )
-        if judge is None:
-            verdicts = [agent.is_right(episode.environment) for episode in episodes]
-        else:
-            verdicts = judge.verdicts(batch_rows, [episode.messages for episode in episodes])
-        return [
-            Completed(completion_text(episode.messages), episode.drawn, verdict)
-            for episode, verdict in zip(episodes, verdicts, strict=True)
-        ]
-
-    def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[Completed]:
-        repeated = [i for i in batch for _ in range(repeats)]
-        if agent is not None:
-            return complete_episodes([rows[i] for i in repeated], config, seed)
-        if with_images:
-            with_pictures = {i: dataset[i] for i in batch}  # each access reads the pictures again
-            ids, vision = encode_images([with_pictures[i] for i in repeated], tokenizer)
-        else:
-            ids = encode([rows[i]["prompt"] for i in repeated], tokenizer)
-            vision = {}
-        completions = generate(model, ids, config, seed, synced_gpus=synced_gpus, vision=vision)
-        texts = [tokenizer.decode(each, skip_special_tokens=True) for each in completions]
-        verdicts: list[bool | None] = [None] * len(texts)
-        if judge is not None:
-            verdicts = judge.verdicts([rows[i] for i in repeated], as_completions(rows[0]["prompt"], texts))
-        return [
-            Completed(text, len(each), verdict)
-            for text, each, verdict in zip(texts, completions, verdicts, strict=True)
-        ]
-
-    def draw(batch: range) -> tuple[list[Completed], list[Completed]]:
-        best = complete(batch, greedy, 1)
-        drawn = complete(batch, sampled, samples, (seed << 20) + batch.start) if samples else []
-        return best, drawn
-
-    def score(batch: range, completions: tuple[list[Completed], list[Completed]]) -> list[Scored]:
+    def score(batch: range, completions: tuple[list[Verdict], list[Verdict]]) -> list[Scored]:
         best, drawn = completions
         scored = []
-        for j, i in enumerate(batch):
-            of_problem = drawn[j * samples : (j + 1) * samples]
-            scored.append(score_problem(best[j], of_problem, golds[i], answer_format))
+        for place, index in enumerate(batch):
+            of_problem = drawn[place * samples : (place + 1) * samples]
+            scored.append(score_problem(best[place], of_problem, problems.golds[index], measurement.answer_format))
         return scored
 
-    n = len(rows)
-    size = max(1, batch_size // max(samples, 1))
-    results = over_ranks(n, size, draw, score, synced_gpus=synced_gpus, description=description if progress else None)
+    n = len(problems.rows)
+    size = max(1, measurement.batch_size // max(samples, 1))
+    results = over_ranks(n, size, draw, score, synced_gpus=synced_gpus, description=description)
     sums = Scored(*map(sum, zip(*results, strict=True)))
+    compared = measurement.compares_answers
     return Evaluation(
         n=n,
         correct=sums.correct,
@@ -305,14 +230,14 @@ def evaluate(
         pass_at_k=sums.passed_at_k / n if samples else None,
         seconds=time.perf_counter() - started,
         tokens_per_completion=sums.tokens / n,
-        strict=None if is_decided else sums.strict,
-        lenient=None if is_decided else sums.lenient,
+        strict=sums.strict if compared else None,
+        lenient=sums.lenient if compared else None,
         first_right=next((row for row, scored in enumerate(results) if scored.correct), None),
     )
 
 
 def generation_configs(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, measurement: Measurement
 ) -> tuple[GenerationConfig, GenerationConfig]:
     """The generation configs for greedy and for sampled completions."""
     end = tokenizer.eos_token_id
@@ -320,11 +245,11 @@ def generation_configs(
     of_model = model.generation_config.eos_token_id  # a token, several or none
     ends = {end, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
     common = {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": measurement.max_new_tokens,
         "pad_token_id": end if pad is None else pad,
         "eos_token_id": sorted(ends),
         **NEUTRAL,
     }
     greedy = GenerationConfig(do_sample=False, **common)
-    sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common)
-    return greedy, sampled
+    sampling = {"temperature": measurement.temperature, "top_p": measurement.top_p, "top_k": 0}
+    return greedy, GenerationConfig(do_sample=True, **sampling, **common)

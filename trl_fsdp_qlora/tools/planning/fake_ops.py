@@ -43,17 +43,18 @@ class PackedMatmul(torch.autograd.Function):
 def _dense(x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], is_experts: bool) -> torch.Tensor:
     if not is_experts:
         return x.new_empty(shape)
-    weights = shape[0] * shape[1]  # of an expert, two in a byte
-    experts = 2 * packed.numel() // weights
+    weights = shape[0] * shape[1]  # of an expert
+    in_a_byte = 2 if packed.dtype == torch.uint8 else 1
+    experts = in_a_byte * packed.numel() // weights
     at_once = max(1, min(experts, SCRATCH_BYTES // (weights * x.dtype.itemsize)))
-    copied_bytes = packed.new_empty(at_once * weights // 2)
+    copied_bytes = packed.new_empty(at_once * weights // in_a_byte)
     dense = x.new_empty(at_once, *shape)
     del copied_bytes
     return dense[0]
 
 
-class FourBitLinear(nn.Linear):
-    """A bitsandbytes 4-bit layer.
+class PackedLinear(nn.Linear):
+    """A layer whose weight is packed, for example bitsandbytes' of 4 bits.
 
     The quantization state, of `state_bytes` bytes, is not a parameter, as in bitsandbytes.
     """
@@ -141,7 +142,7 @@ def replace_experts(experts: nn.Module) -> None:
 
     def project(self, name, x):
         weight = getattr(self, name)
-        if weight.dtype == torch.uint8:
+        if not weight.is_floating_point():
             out = PackedMatmul.apply(x, weight, shapes[name], True)
             for lhs, rhs, scaling in self.lora.get(name, ()):
                 lhs = lhs.unbind()

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig
 
 from ...utils.ranks import on_main
-from ..evaluation.accuracy import encode, encode_images
-from ..evaluation.episodes import Agent, begin
+from ..evaluation.drawing import MeasuringTrainer
+from ..evaluation.measurement import Measurement
 from ..recipe.arguments import ConfigError, ScriptArguments
-from ..recipe.checks import user_code
+from ..recipe.measuring import measurement_of
 from ..recipe.runner import load_processing
 from ..recipe.script import say
 from .plan import Plan, format_bytes, make_plan
@@ -39,8 +39,8 @@ def plan_first(
         try:
             count = _PROMPTS_WITH_IMAGES if "images" in train.column_names else _PROMPTS
             sample = train.select(range(min(count, len(train))))
-            agent = user_code(script, vars(config)).agent
-            plan = make_plan(from_config(config, model, longest_prompt(tokenizer, sample, model, agent)))
+            longest = longest_prompt(tokenizer, sample, model, measurement_of(script, config))
+            plan = make_plan(from_config(config, model, longest))
         except Exception as error:
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if plan is not None and not plan.fits:
@@ -58,12 +58,11 @@ def plan_first(
 
 
 def longest_prompt(
-    tokenizer: PreTrainedTokenizerBase, sample: Dataset, model: ModelConfig, agent: Agent | None = None
+    tokenizer: PreTrainedTokenizerBase, sample: Dataset, model: ModelConfig, measurement: Measurement | None = None
 ) -> int:
-    """Number of tokens of the longest prompt of `sample`, with the tokens of its images."""
+    """Number of tokens of the longest prompt of `sample`, with the tokens of its images and tools."""
+    processing = tokenizer
     if "images" in sample.column_names:
-        processor = load_processing(model.model_name_or_path, model.model_revision, images=True)
-        return max(map(len, encode_images(list(sample), processor)[0]))
-    if agent is not None:
-        return max(episode.prompt_length for episode in begin(agent, list(sample), tokenizer))
-    return max(map(len, encode(sample["prompt"][:], tokenizer)))
+        processing = load_processing(model.model_name_or_path, model.model_revision, images=True)
+    trainer = MeasuringTrainer(processing, measurement or Measurement())
+    return max(map(len, trainer.prompt_ids(list(sample))))

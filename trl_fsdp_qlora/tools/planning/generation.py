@@ -85,10 +85,10 @@ def plan_engine(run: FakeRun, hardware: Hardware) -> Engine | None:
     dtype = model.compute_dtype(settings, run.config)
     base = 0
     for name, parameter in run.whole.named_parameters():
-        in_4_bits = not parameter.is_floating_point()
-        same = is_shared and (in_4_bits or parameter.dtype == dtype) and ".experts." not in name
+        is_packed = not parameter.is_floating_point()
+        same = is_shared and (is_packed or parameter.dtype == dtype) and ".experts." not in name
         if "lora_" not in name and not same:
-            base += parameter.numel() * (2 if in_4_bits else 1) * dtype.itemsize
+            base += model.weights_in(parameter) * dtype.itemsize
     share = int(hardware.memory * settings.vllm_gpu_memory_utilization)
     row = cache_bytes(run)[0] // settings.rollout_rows
     # Without a reason to send the adapter alone, TRL's sleep drops the weights.
@@ -110,7 +110,7 @@ def choices(settings: Settings, config: PretrainedConfig) -> tuple[bool, bool]:
     }
     args = SimpleNamespace(**settings.values | of_config)
     quantization = {"load_in_4bit": base.load_in_4bit} if base.load_in_4bit or base.load_in_8bit else None
-    place = Place(settings.launch.kind == "fsdp2", on_gpu=True)
+    place = Place(settings.launch.is_sharded, on_gpu=True)
     name = base.model_name_or_path
     try:
         sync = choose_sync(args, lora_config(base), quantization is not None, model=name, place=place)

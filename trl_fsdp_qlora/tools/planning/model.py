@@ -1,13 +1,12 @@
 """A run's model without data, and the bytes that a rank holds during the whole run.
 
-The model is the base, with 4-bit layers and experts, and the adapter.
+The model is the base, with packed layers and experts, and the adapter.
 """
 
 import copy
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -20,8 +19,10 @@ from ...compat.transformers import is_experts
 from ..recipe.checks import build_bare, with_adapter
 from . import fake_ops
 from .settings import Settings
+from .stored import Stored, stored_format
 
 BASE_4BIT = "base, 4-bit weights"
+BASE_8BIT = "base, 8-bit weights"
 STATE = "base, quantization state"
 BASE = "base, other weights"
 TRAINED = "trained weights"
@@ -29,7 +30,7 @@ GRADIENTS = "gradients"
 BUCKETS = "gradient buckets"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference model"
-_PARTS = (BASE_4BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE)
+_PARTS = (BASE_4BIT, BASE_8BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE)
 # Numbers that an optimizer keeps per trained weight, by a part of its name; every other optimizer keeps two, as Adam.
 _NUMBERS = {"ademamix": 3, "lion": 1, "rmsprop": 1, "sgd": 0}
 # Bytes of such a number, by a part of the name; every other optimizer keeps numbers of the weight's own dtype.
@@ -47,61 +48,41 @@ def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
     return getattr(torch, settings.mixed) if settings.mixed else dtype_of(settings, config)
 
 
-class FourBits(NamedTuple):
-    """How bitsandbytes stores a base: `nested` scales are bytes themselves, modules named in `dense` stay dense."""
-
-    nested: bool
-    dense: tuple[str, ...] = ("lm_head",)
-
-
-def four_bits(settings: Settings, config: PretrainedConfig) -> FourBits | None:
-    """The 4-bit format of the base, as `load_in_4bit` makes it or as the checkpoint has it; `None` if it is dense."""
-    fields = _stored(config)
-    if fields.get("load_in_4bit"):
-        dense = ("lm_head", *(fields.get("llm_int8_skip_modules") or ()))
-        return FourBits(bool(fields.get("bnb_4bit_use_double_quant")), dense)
-    return FourBits(settings.model.use_bnb_nested_quant) if settings.model.load_in_4bit and not fields else None
+def _pack(shape: torch.Size, stored: Stored) -> tuple[nn.Parameter, int]:
+    """A weight as `stored` packs it, and the bytes of its quantization state. Four bits and fewer are `uint8`."""
+    size, state = stored.bytes_of(tuple(shape))
+    packed = torch.empty(size, 1, dtype=torch.uint8 if stored.bits <= 4 else torch.int8, device="meta")
+    parameter = nn.Parameter(packed, requires_grad=False)
+    parameter.weights = math.prod(shape)
+    return parameter, state
 
 
-def _stored(config: PretrainedConfig) -> dict[str, Any]:
-    """The quantization with which the checkpoint was saved; empty if it is dense."""
-    quantization = getattr(config, "quantization_config", None) or {}
-    return quantization if isinstance(quantization, dict) else quantization.to_dict()
+def weights_in(parameter: nn.Parameter) -> int:
+    """The number of weights that a parameter of [`build`] has, packed or not."""
+    return getattr(parameter, "weights", parameter.numel())
 
 
-def _pack(shape: torch.Size, nested: bool) -> tuple[nn.Parameter, int]:
-    """A weight as bitsandbytes packs it, two numbers in a byte, and the bytes of its quantization state.
-
-    64 numbers share a scale, a float32. If scales are nested each is a byte, 256 of them share a float32, and all
-    have an offset.
-    """
-    blocks = -(-math.prod(shape) // 64)
-    state = blocks + 4 * -(-blocks // 256) + 4 if nested else 4 * blocks
-    packed = torch.empty(-(-math.prod(shape) // 2), 1, dtype=torch.uint8, device="meta")
-    return nn.Parameter(packed, requires_grad=False), state
-
-
-def _quantize(model: nn.Module, dtype: torch.dtype, stored: FourBits) -> None:
+def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if not should_convert_module(name, list(stored.dense)):
             continue
-        if type(module) is nn.Linear and module is not head:
-            module.__class__ = fake_ops.FourBitLinear
-            module.weight, module.state_bytes = _pack(module.weight.shape, stored.nested)
+        if type(module) is nn.Linear and module is not head and not stored.only_experts:
+            module.__class__ = fake_ops.PackedLinear
+            module.weight, module.state_bytes = _pack(module.weight.shape, stored)
             module.compute_dtype = dtype
         elif is_experts(module):
-            let_lora_adapt_packed_experts()
             module.state_bytes = 0
             module.layouts = {}
             module.lora = {}
             for name, dense in list(module.named_parameters(recurse=False)):
                 if dense.ndim == 3:
-                    packed, state = _pack(dense.shape, stored.nested)
+                    packed, state = _pack(dense.shape, stored)
                     setattr(module, name, packed)
                     of_expert = dense.shape[:0:-1] if module.is_transposed else dense.shape[1:]  # (out, in)
                     module.layouts[name] = SimpleNamespace(shape=of_expert)
                     module.state_bytes += state
+    let_lora_adapt_packed_experts(model)
 
 
 def keep_layers(text: PretrainedConfig, layers: Sequence[int]) -> None:
@@ -135,12 +116,12 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
             bare = build_bare(name, config, dtype=dtype, attn_implementation="eager")
         for module in filter(is_experts, bare.modules()):
             fake_ops.replace_experts(module)
-        stored = four_bits(settings, config)
+        stored = stored_format(settings.model, config)
         if stored is not None:
             _quantize(bare, dtype, stored)
         model = with_adapter(bare, settings.model)
-        if model is not bare and (stored is not None or settings.model.load_in_8bit):
-            # TRL casts the adapter of a quantized base to bfloat16; our sharding under FSDP2 keeps it in float32.
+        if model is not bare and stored is not None and stored.by_bitsandbytes:
+            # TRL casts the adapter of such a base to bfloat16; our sharding under FSDP2 keeps it in float32.
             adapter_dtype = torch.float32 if settings.launch.kind == "fsdp2" else torch.bfloat16
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -165,15 +146,15 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     sizes = dict.fromkeys(_PARTS, 0)
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    quantized = any(parameter.dtype == torch.uint8 for parameter in parameters)
+    quantized = any(hasattr(parameter, "weights") for parameter in parameters)
     # Under mixed precision accelerate keeps the trained weights of an FSDP2 model in float32. For a quantized model
     # this package does it.
-    upcast = kind == "fsdp2" and settings.mixed is not None and not quantized
+    upcast = settings.launch.is_sharded and settings.mixed is not None and not quantized
     for parameter in parameters:
         if parameter.requires_grad:
             sizes[TRAINED] += parameter.numel() * 4 if upcast else parameter.nbytes
-        elif parameter.dtype == torch.uint8:
-            sizes[BASE_4BIT] += parameter.nbytes
+        elif hasattr(parameter, "weights"):
+            sizes[BASE_4BIT if parameter.dtype == torch.uint8 else BASE_8BIT] += parameter.nbytes
         else:
             sizes[BASE] += parameter.nbytes
     sizes[STATE] = state_bytes(model)
@@ -187,4 +168,5 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
         sizes[BUCKETS] = sizes[TRAINED]
     if settings.values.get("beta") and not isinstance(model, PeftModel):
         sizes[REFERENCE] = sizes[BASE] + sizes[TRAINED]
-    return {name: -(-size // ranks) if kind == "fsdp2" else size for name, size in sizes.items()}
+    holders = settings.launch.ranks_per_copy if settings.launch.is_sharded else 1
+    return {name: -(-size // holders) for name, size in sizes.items()}

@@ -97,7 +97,7 @@ class FakeRun:
         key = (
             repr(settings.model),
             settings.mixed,
-            settings.gradient_checkpointing,
+            settings.checkpoints,
             settings.offloads,
             settings.values.get("disable_dropout"),
             settings.mlp_tokens_per_tile,
@@ -173,7 +173,7 @@ class FakeRun:
         if self.on_gpu:
             fake_ops.run_as_on_a_gpu(model)
         fake_ops.install_tiles(model, settings.mlp_tokens_per_tile)
-        if settings.gradient_checkpointing:
+        if settings.checkpoints:
             causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if model is not causal:
                 model.enable_input_require_grads()
@@ -211,7 +211,7 @@ class FakeRun:
             "cuda" if self.on_gpu else "cpu",
             hidden_NH.dtype,
             trained=weight_VH.requires_grad,
-            gathered=self.settings.launch.kind == "fsdp2",
+            gathered=self.settings.launch.is_sharded,
             triton=True,  # torch's CUDA build contains Triton
         )
         if packed and kernel != "trl":

@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,11 @@ from ..recipe.checks import read_config
 from . import model
 from .generation import Engine, cache_bytes, plan_engine
 from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware
+from .launches import read_launch
 from .passes import FakeRun, Shape, scored_shape
-from .settings import Settings, from_words, read_launch
+from .settings import Settings, from_words
 from .steps import loss_bytes
+from .stored import counted_dense
 
 ACTIVATIONS = "activations, head's tiles"
 CACHE = "cache of generation"
@@ -128,7 +130,7 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
         UserError: something cannot be read or built, or the launch is one of DeepSpeed; the message is one line.
     """
     if settings.launch.kind == "deepspeed":
-        raise UserError("a launch with DeepSpeed is not planned; without it (--accelerate_config ddp) it needs more")
+        raise UserError("a launch with DeepSpeed is not planned; its peak is below that of --accelerate_config ddp")
     config = config or read_config(settings.model.model_name_or_path, settings.model.model_revision)
     hardware = hardware or read_hardware(None, settings.launch.use_cpu)
     logger = logging.getLogger("transformers")
@@ -148,8 +150,7 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
 def _parameters(run: FakeRun) -> tuple[int, int]:
     """Numbers of parameters of the base, and of trained ones."""
     weights = dict(run.whole.named_parameters())
-    # Two 4-bit weights are packed in a byte: count the weights that the byte unpacks to.
-    base = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for name, p in weights.items() if "lora_" not in name)
+    base = sum(model.weights_in(parameter) for name, parameter in weights.items() if "lora_" not in name)
     return base, sum(p.numel() for p in weights.values() if p.requires_grad)
 
 
@@ -176,7 +177,7 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     if launch.kind == "fsdp2" and not settings.use_vllm:
         gather = settings.fsdp_gather
         if gather == "once" or (gather != "per_layer" and whole <= FREE_SHARE * free):
-            in_a_rollout = whole
+            in_a_rollout = max(whole, in_a_layer)
     awake = {} if engine is None else {ENGINES_BASE: engine.base, ENGINE: engine.rest}
     asleep = awake
     if engine is not None and settings.vllm_enable_sleep_mode:
@@ -222,12 +223,14 @@ def gathered_bytes(run: FakeRun) -> tuple[int, int]:
     """Bytes of gathered weights that a rank of a sharded model holds next to its shards; zeros if none are sharded.
 
     Returns:
-        Two numbers. The first is for a layer's pass: the root's weights, two layers (one computes, the next one is
-        being gathered), and the buffers that receive a layer (FSDP2 receives a unit in one buffer, gloo in two). The
-        second is the whole model.
+        Two numbers. The first is for a pass that gathers unit by unit: the weights of the unit that computes and of
+        those around it, the next unit, which is being gathered, and the buffers that receive it (FSDP2 receives a unit
+        in one buffer, gloo in two). If units stay gathered until the backward, it is all of them. The second is the
+        whole model.
     """
     settings = run.settings
-    if settings.launch.kind != "fsdp2" or settings.launch.processes == 1:
+    launch = settings.launch
+    if not launch.is_sharded or launch.processes == 1:
         return 0, 0
 
     def weights(module: torch.nn.Module) -> int:
@@ -237,12 +240,41 @@ def gathered_bytes(run: FakeRun) -> tuple[int, int]:
             total += parameter.numel() * 2 if cast else parameter.nbytes
         return total
 
-    causal = model.causal_model(run.whole)
-    total = weights(run.whole)
-    names = set(getattr(causal, "_no_split_modules", None) or ())
-    inside = [weights(module) for module in causal.modules() if type(module).__name__ in names]
+    whole = weights(run.whole)
+    units = _units(model.causal_model(run.whole), launch.units, weights)
+    next_unit = max(list(units.values())[1:], default=0)
+    around = [sum(size for outer, size in units.items() if f"{name}.".startswith(outer)) for name in units]
+    # `fsdp_keep_gathered` keeps the units of a 4-bit base.
+    stays = not launch.reshards or (settings.fsdp_keep_gathered and model.state_bytes(run.whole) > 0)
     buffers = 1 if run.on_gpu else 2
-    return total - sum(inside) + (2 + buffers) * max(inside, default=0), total
+    return (whole if stays else max(around) + next_unit) + buffers * next_unit, whole
+
+
+def _units(
+    causal: torch.nn.Module, units: tuple[str, ...] | int | str | None, weights: Callable[[torch.nn.Module], int]
+) -> dict[str, int]:
+    """By prefix of their names, the bytes of the modules that are gathered at once, without those inside of them.
+
+    The first is the model itself, with what belongs to no other unit.
+
+    Args:
+        units: see [`launches.Launch`].
+        weights: returns the bytes of a module.
+    """
+    names = units if isinstance(units, tuple) else getattr(causal, "_no_split_modules", None) or ()
+
+    def is_unit(module: torch.nn.Module) -> bool:
+        if isinstance(units, int):
+            return sum(parameter.numel() for parameter in module.parameters()) > units
+        return units != "model" and type(module).__name__ in names
+
+    own = {"": weights(causal)}
+    for name, module in causal.named_modules():
+        if name and is_unit(module):
+            around = max((outer for outer in own if f"{name}.".startswith(outer)), key=len)
+            own[f"{name}."] = weights(module)
+            own[around] -= own[f"{name}."]
+    return own
 
 
 def format_bytes(size: float) -> str:
@@ -287,6 +319,9 @@ def format_plan(plan: Plan) -> str:
         f"assumed: prompts of {settings.prompt_tokens} tokens (--prompt_tokens), completions of "
         f"{settings.max_completion_length}"
     )
+    unknown_format = counted_dense(settings.model, plan.config)
+    if unknown_format:
+        lines.append(f"assumed: a base in {unknown_format} counts dense, so the plan is too high")
     if hardware.gpu:
         lines.append("assumed, not measured: the CUDA context and the allocator's slack")
     else:

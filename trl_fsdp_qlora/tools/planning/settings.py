@@ -7,43 +7,13 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
-import yaml
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.utils import str_to_bool
 from trl import ModelConfig
 
-from ...errors import UserError
-from ...fsdp2_qlora.launch_checks import is_fsdp2_launch
-from ...utils.resources import accelerate_config
+from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ..recipe.arguments import ScriptArguments, recipe_fields
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The processes of a run, and the way in which they share the model.
-
-    Attributes:
-        kind: single, ddp, fsdp2 (of FSDP1 the same bytes are planned), or deepspeed, which is not planned.
-        processes: ranks, one per card, on all machines together.
-        machines: number of machines; each has as many ranks.
-        offload: whether weights, gradients and optimizer are held in host memory.
-        use_cpu: the ranks compute on the host.
-        mixed_precision: bf16, fp16 or no; `None` if the accelerate config does not set it.
-    """
-
-    kind: str = "single"
-    processes: int = 1
-    machines: int = 1
-    offload: bool = False
-    use_cpu: bool = False
-    mixed_precision: str | None = None
-
-    @property
-    def ranks_per_machine(self) -> int:
-        return -(-self.processes // self.machines)
+from .launches import Launch, fsdp_of_process
 
 
 @dataclass(frozen=True)
@@ -96,9 +66,15 @@ class Settings:
         return json.loads(kwargs) if isinstance(kwargs, str) else kwargs
 
     @property
+    def checkpoints(self) -> bool:
+        """Whether layers are computed again in the backward."""
+        return bool(self.gradient_checkpointing or self.launch.checkpoints)
+
+    @property
     def offloads(self) -> bool:
         """Whether checkpointed activations wait for the backward in the host's memory."""
-        return bool(self.gradient_checkpointing and self.checkpointing_kwargs.get("offload"))
+        by_model = self.gradient_checkpointing and self.checkpointing_kwargs.get("offload")
+        return bool(by_model or self.launch.offloads_checkpoints)
 
     @property
     def scores_again(self) -> bool:
@@ -124,36 +100,15 @@ def from_words(words: Sequence[str], config: type, launch: Launch, prompt_tokens
 
 def from_config(config: Any, model: ModelConfig, prompt_tokens: int = 256) -> Settings:
     """The settings of a run that is about to start, from its parsed arguments."""
-    kind = "single" if config.world_size == 1 else "ddp"
-    offload = False
+    ranks = config.world_size
+    machines = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    sharing = {"kind": "single" if ranks == 1 else "ddp"}
     if config.deepspeed_plugin is not None:
-        kind = "deepspeed"
-    elif is_fsdp2_launch():
-        kind = "fsdp2"
-        offload = bool(str_to_bool(os.environ.get("FSDP_OFFLOAD_PARAMS", "false")))
+        sharing = {"kind": "deepspeed"}
+    elif is_fsdp_launch() and ranks > 1:
+        sharing = fsdp_of_process(machines)
     mixed = None if config.bf16 or config.fp16 else "no"
-    launch = Launch(kind, config.world_size, 1, offload, config.device.type == "cpu", mixed)
+    launch = Launch(
+        processes=ranks, machines=machines, use_cpu=config.device.type == "cpu", mixed_precision=mixed, **sharing
+    )
     return Settings(model, dict(vars(config)), launch, prompt_tokens)
-
-
-def read_launch(path: str | None, processes: int | None = None) -> Launch:
-    """The launch that an accelerate config describes, with `processes` if given.
-
-    `path` is a file or the name of one of this package's configs; `None` is one machine without sharding.
-
-    Raises:
-        UserError: there is no such file or name, or accelerate cannot read it.
-    """
-    if path is None:
-        return Launch("single" if (processes or 1) == 1 else "ddp", processes or 1)
-    file = str(path if Path(path).exists() else accelerate_config(path))
-    try:
-        config = load_config_from_file(file)
-        ranks = processes or max(1, int(getattr(config, "num_processes", 1)))
-        use_cpu = bool(str_to_bool(str(config.use_cpu)))
-        kinds = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}
-        kind = kinds.get(config.distributed_type, "single" if ranks == 1 else "ddp")
-        offload = bool(str_to_bool(str(config.fsdp_config.get("fsdp_offload_params", False))))  # it may be quoted
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise UserError(f"--accelerate_config {path} cannot be read: {error}") from None
-    return Launch(kind, ranks, int(config.num_machines or 1), offload, use_cpu, config.mixed_precision)

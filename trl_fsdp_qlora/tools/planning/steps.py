@@ -151,7 +151,7 @@ def _run_step(run: FakeRun, layers: list[int], size: Pass) -> list[int]:
                 with torch.no_grad():
                     for forward in values.of_pass(0):
                         score(forward)
-            shared_passes = passes_like(size, completion, recurs or run.settings.launch.kind == "fsdp2")
+            shared_passes = passes_like(size, completion, recurs or run.settings.launch.is_sharded)
             for number in (0, len(shared_passes.plan.rows_of_pass) - 1):
                 *trunks, forward = shared_passes.of_pass(number)
                 for trunk in trunks:

@@ -32,8 +32,7 @@ from ...trainers.starting.input_checks import check_processes, language_model_on
 from ..data.datasets import is_missing_path
 from ..data.import_path import load_function
 from ..data.rewards import get_reward
-from ..evaluation.accuracy import Judge
-from ..evaluation.episodes import Agent
+from ..evaluation.measurement import Agent, Judge
 from ..publishing.loading import TOKENIZER, has_own
 from .arguments import ConfigError, ScriptArguments
 
@@ -57,7 +56,7 @@ class UserCode(NamedTuple):
 
 
 def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
-    """Import what `script` names; `settings` may have `chat_template_kwargs` and `tool_timeout`.
+    """Import what `script` names; `settings` may have a `tool_timeout`.
 
     Raises:
         UserError: an import path leads nowhere, a reward is unknown, the environment has no `reset`, or it has no
@@ -79,10 +78,8 @@ def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -
             raise ConfigError(f"environment={script.environment!r} has no method {method}")
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
-    settings = settings or {}
-    template_options = settings.get("chat_template_kwargs") or {}
     tools = [functions[path] for path in script.tools]
-    agent = Agent(tools, environment, owns_reward, template_options, settings.get("tool_timeout"))
+    agent = Agent(tools, environment, owns_reward, (settings or {}).get("tool_timeout"))
     return UserCode(rewards, judge, agent, tool_format)
 
 

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingArguments
 from trl import ModelConfig, get_quantization_config
 
+from ...errors import UserError
 from ...trainers.saving.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.saving.stopping import stopping_after_step
 from ...utils.nonfatal import nonfatal
@@ -20,9 +21,9 @@ from ...utils.threads import fit_threads
 from ..run.launch import launch_words
 from ..run.one_line import pop_options
 from ..run.terminal import use_terminal
-from .accuracy import AccuracyCallback, can_measure, completion_length
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config, user_code
+from .measuring import AccuracyCallback, can_measure, completion_length
 from .record import RunPage, RunRecord, next_commands
 from .script import say
 
@@ -160,6 +161,9 @@ def run_recipe(
     say(next_commands(args.output_dir, script, _is_adapter(trainer)))
     if results:
         say(results)
+    rewards = getattr(trainer, "reward_values", None)
+    if rewards is not None and rewards.line_if_none():
+        raise UserError(rewards.line_if_none())
     return record.content
 
 

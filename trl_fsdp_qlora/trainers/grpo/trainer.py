@@ -2,10 +2,11 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 
+from ...compat.transformers import model_name
 from ...compat.trl import GRPOTrainer
 from ...compat.trl_rollouts import (
     IMPORTANCE_RATIO,
@@ -62,9 +63,15 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         if self.use_vllm:
             from ...engines.vllm.correction import WeightSyncCheck, draws_from_policy
+            from ...engines.vllm.engine import served_model
 
             is_comparable = self.rollout_func is None and draws_from_policy(self.args)
-            self.weight_sync_check = WeightSyncCheck(is_comparable, draws_ahead=self.args.rollouts_ahead > 0)
+            self.weight_sync_check = WeightSyncCheck(
+                is_comparable,
+                draws_ahead=self.args.rollouts_ahead > 0,
+                trained=model_name(self.model),
+                served=partial(served_model, self.vllm_generation, self.args.temperature),
+            )
         self.budget = TokenBudget(
             self.args,
             self.accelerator.process_index,
@@ -151,8 +158,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         """A context with the engine in the place of a model, and `False`: ranks draw independently of each other."""
         from ...engines.decode.completions import EngineModel
 
-        config = self.accelerator.unwrap_model(self.model).generation_config
-        return nullcontext((EngineModel(self.vllm_generation, config), False))
+        model = self.accelerator.unwrap_model(self.model)
+        return nullcontext((EngineModel(self.vllm_generation, model.generation_config, model.config), False))
 
     def _calculate_rewards(self, inputs, *args, **kwargs):
         if isinstance(inputs, ScoredRows):
@@ -251,7 +258,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
                     metrics[name].append(value)
             self.weight_sync_check(*sums)
 
-        if self.model.training:
+        # The first one is not deferred: a run with another model must end before its first optimizer step.
+        if self.model.training and not self.weight_sync_check.awaits_first:
             self.telemetry.later(figures, finish)
         else:
             finish(figures.tolist())

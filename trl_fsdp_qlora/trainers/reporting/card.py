@@ -150,8 +150,10 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     )
     recipe = _recipe(args, info.settings, model.peft_config["default"] if adapter else None)
     s_grpo = info.method == "GRPO" and args.token_selection == "s_grpo"
+    template_options = plain(vars(args).get("chat_template_kwargs") or {})
     values = {
         "code": code,
+        "template_options": f", **{template_options!r}" if template_options else "",
         "escape": escape,
         "method": "S-GRPO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))" if s_grpo else info.method,
         "auto_class": auto_class_of(model),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import foreign_turn, shuffling_by
+from ...compat.trl_rollouts import foreign_turn, rewarding_with, shuffling_by
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
@@ -17,6 +17,7 @@ from ..step.look_ahead import LookAhead
 from ..step.scoring import Scoring
 from ..trainer_run import TrainerRun
 from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
+from .rewards import RewardValues, checked
 
 if TYPE_CHECKING:
     from ...engines.decode.rollout import GenerateSettings, Rollout
@@ -33,7 +34,7 @@ class OnPolicyRun(TrainerRun):
         sync: what is sent to vLLM after an optimizer step; only with vLLM.
         scoring: computes shared tokens once and skips padding; `look_ahead` does so over an optimizer step.
         rollout: draws the completions.
-        scored_completions: how many completions each reward function gave a finite value.
+        reward_values: which reward functions have given any completion a finite value.
         keeps_drawn_rows: whether the completions of all ranks in the last generation batch are kept in `drawn_rows`,
             for a page of the run; the same on every rank.
         ahead: draws one generation batch ahead; `None` without `rollouts_ahead`.
@@ -81,6 +82,7 @@ class OnPolicyRun(TrainerRun):
             selects_by_entropy=getattr(self, "top_entropy_quantile", 1.0) < 1.0,
             needs_old_policy=self._needs_old_policy,
         )
+        self.reward_values = RewardValues(self.reward_func_names)
         self.keeps_drawn_rows = False
         self.drawn_rows: dict[str, Any] | None = None
 
@@ -163,8 +165,12 @@ class OnPolicyRun(TrainerRun):
             return super()._generate(*args, **kwargs)
         with self.sharing.original_attention(), self.clock.phase("generate"):
             drawn = super()._generate(*args, **kwargs)
+        self._note_generated(drawn)
         self._add_metrics(self.rollout.take_metrics())
         return drawn
+
+    def _note_generated(self, drawn: tuple) -> None:
+        """Called with what TRL's `_generate` returned; a copy of the trainer that draws ahead keeps its figures."""
 
     def _generate_settings(self) -> "GenerateSettings | None":
         """The settings that TRL passes to transformers' `generate`; `None` if another engine generates."""
@@ -184,8 +190,12 @@ class OnPolicyRun(TrainerRun):
         return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
 
     def _calculate_rewards(self, *args, **kwargs):
-        with self.clock.phase("reward"):
-            return super()._calculate_rewards(*args, **kwargs)
+        functions = [checked(*named) for named in zip(self.reward_funcs, self.reward_func_names, strict=True)]
+        with self.clock.phase("reward"), rewarding_with(self, functions):
+            rewards_NK = super()._calculate_rewards(*args, **kwargs)
+        if self.model.training:
+            self.reward_values.see(rewards_NK)
+        return rewards_NK
 
     # --- the passes behind TRL's own signature -----------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ...compat.transformers import model_name
-from ...utils.files import CheckpointError, digest, read_json, write_json
+from ...utils.files import CheckpointError, digest, naming_full_disk, read_json, write_json
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
 from ...utils.ranks import on_main
@@ -328,6 +328,9 @@ class WholeCheckpoints:
         Older checkpoints are removed only then. In the trainer's `state` the best checkpoint has its final name.
         `rollouts` are this rank's unused completions, as [`load_rollouts`] returns them; `None` if the trainer draws
         no completions.
+
+        Raises:
+            CheckpointError: the disk is full; the message has what is free and the last whole checkpoint.
         """
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
@@ -338,19 +341,20 @@ class WholeCheckpoints:
         self.accelerator.wait_for_everyone()
         self.staging = staging.parent
         try:
-            yield
-            if not self.args.save_only_model and rollouts is not None:
-                torch.save({**rollouts, "shape": self.run[0]}, _rollout_file(staging, rank, ranks))
-            if state.best_global_step:
-                best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
-                if best == checkpoint or best.is_dir():
-                    state.best_model_checkpoint = str(best)
+            with naming_full_disk(checkpoint.parent, lambda: _remedy_of_full_disk(checkpoint)):
+                yield
+                if not self.args.save_only_model and rollouts is not None:
+                    torch.save({**rollouts, "shape": self.run[0]}, _rollout_file(staging, rank, ranks))
+                if state.best_global_step:
+                    best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
+                    if best == checkpoint or best.is_dir():
+                        state.best_model_checkpoint = str(best)
+                    if self.args.should_save:
+                        state.save_to_json(str(staging / TRAINER_STATE_NAME))
+                self.accelerator.wait_for_everyone()
                 if self.args.should_save:
-                    state.save_to_json(str(staging / TRAINER_STATE_NAME))
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                commit(staging, checkpoint, self.run[0] | self.run[1])
-                remove_old(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
+                    commit(staging, checkpoint, self.run[0] | self.run[1])
+                    remove_old(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
         finally:
             self.staging = None
             if self.args.should_save:
@@ -384,6 +388,17 @@ class WholeCheckpoints:
         if self.accelerator.is_main_process:
             logger.warning("completions that %s kept are generated again: %s", checkpoint, reason)
         return None
+
+
+def _remedy_of_full_disk(checkpoint: Path) -> str:
+    """The end of the line of a run that could not write `checkpoint`."""
+    last = last_complete_checkpoint(checkpoint.parent)
+    if last is None:
+        return f"{checkpoint.name} was not written, and there is none before it. Free some space and start again"
+    return (
+        f"{checkpoint.name} was not written; the last whole one is {last.name}. Free some space "
+        "(save_total_limit keeps fewer) and continue from it with resume_from_checkpoint=auto"
+    )
 
 
 def settings_in(checkpoint: Path) -> dict[str, Any]:

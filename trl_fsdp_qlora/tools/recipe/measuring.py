@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
@@ -12,6 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ...compat import trl as trls
 from ...utils.nonfatal import nonfatal
 from ..evaluation.accuracy import Evaluation, evaluate, format_result
+from ..evaluation.measurement import Measurement
 from .arguments import ScriptArguments
 from .checks import user_code
 from .record import RunRecord
@@ -21,6 +23,22 @@ from .script import say
 def completion_length(args: TrainingArguments, script: ScriptArguments) -> int:
     """Length limit of a measured completion: a field of the config, or of the script for trainers that draw none."""
     return vars(args).get("max_completion_length") or vars(script)["max_completion_length"]
+
+
+def measurement_of(script: ScriptArguments, args: TrainingArguments) -> Measurement:
+    """How a recipe measures: with the prompts and the limits of its training."""
+    settings = vars(args)  # not every trainer has every field
+    code = user_code(script, settings)
+    return Measurement(
+        max_new_tokens=completion_length(args, script),
+        batch_size=script.accuracy_batch_size,
+        seed=args.seed,
+        answer_format=script.answer_format,
+        template_options=settings.get("chat_template_kwargs") or {},
+        agent=code.agent,
+        max_tool_turns=settings.get("max_tool_calling_iterations"),
+        judge=code.judge,
+    )
 
 
 def can_measure(trainer: Any) -> bool:
@@ -52,29 +70,19 @@ class AccuracyCallback(TrainerCallback):
         self.test = test
         self.record = record
         self.seconds_before = 0.0
-        self.code = user_code(script, vars(trainer.args))
+        self.measurement = measurement_of(script, trainer.args)
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
         """Measure the held-out accuracy of the current model, on every rank."""
         trainer = self.trainer
-        script = self.script
-        args = trainer.args
         with _generating(trainer) as (model, synced_gpus):
             return evaluate(
                 model,
                 trainer.processing_class,
                 self.test,
-                max_new_tokens=completion_length(args, script),
-                answer_format=script.answer_format,
-                seed=args.seed,
-                batch_size=script.accuracy_batch_size,
-                progress=not args.disable_tqdm,
-                samples=samples,
-                description=description,
+                replace(self.measurement, samples=samples),
                 synced_gpus=synced_gpus,
-                agent=self.code.agent,
-                judge=self.code.judge,
-                max_tool_turns=None if self.code.agent is None else args.max_tool_calling_iterations,
+                description=None if trainer.args.disable_tqdm else description,
             )
 
     def finish(self) -> str:

@@ -1,10 +1,9 @@
-"""Episodes outside of training: token by token those of TRL's own loop, measured, and what tools and environments may
-do wrong.
-"""
+"""Completions to measure: token by token those of TRL's own trainer, and what tools and environments may do wrong."""
 
 import asyncio
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +15,10 @@ from trl.chat_template_utils import parse_response, supports_tool_calling
 from tests.engines.decode.test_turns import Counted
 from tests.tiny import save_tool_calling_model, tool_tokenizer
 from trl_fsdp_qlora.engines.decode import tools as tools_module
-from trl_fsdp_qlora.engines.decode.completions import generate
-from trl_fsdp_qlora.tools.evaluation import accuracy
-from trl_fsdp_qlora.tools.evaluation import episodes as episodes_module
+from trl_fsdp_qlora.tools.evaluation import drawing
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate, generation_configs
-from trl_fsdp_qlora.tools.evaluation.episodes import Agent, begin, run_episodes, run_tool
+from trl_fsdp_qlora.tools.evaluation.drawing import Draw, MeasuringTrainer
+from trl_fsdp_qlora.tools.evaluation.measurement import Agent, Measurement
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.tools.recipe.checks import check_tool_template, user_code
 
@@ -63,6 +61,16 @@ def loaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
+def test_what_trls_trainer_gets_in_place_of_its_own_setup_is_what_it_has(folder, loaded, tmp_path):
+    """A TRL that reads the same by another name fails here, not in a run."""
+    args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none")
+    stock = GRPOTrainer(folder, args=args, train_dataset=rows(50), environment_factory=Guessing)
+    stock._generate_and_score_completions([row for row in rows(50) for _ in range(args.num_generations)])
+    measuring = MeasuringTrainer(loaded[1], Measurement(agent=Agent(environment=Guessing)))
+    ours = {"draw_settings", "_tool_timeout", "_turns", "_outcome"}
+    assert vars(measuring).keys() - vars(stock).keys() == ours
+
+
 # The last one ends in the middle of a call; 106 and 107 tokens are an answer of the tool that ends with the budget,
 # and one short of it.
 @pytest.mark.parametrize(("length", "turns"), [(400, 2), (400, 0), (150, None), (60, None), (106, None), (107, None)])
@@ -82,23 +90,19 @@ def test_an_episode_is_that_of_trls_loop(folder, loaded, tmp_path, length, turns
     )
     stock = GRPOTrainer(folder, args=args, train_dataset=data, environment_factory=Guessing)
     batch = stock._generate_and_score_completions([row for row in data for _ in range(2)])
-    greedy, _ = generation_configs(model, tokenizer, length, 1.0, 1.0)
-    episodes = run_episodes(
-        Agent(environment=Guessing),
-        data.to_list(),
-        tokenizer,
-        lambda ids, turn: generate(model, ids, greedy),
-        max_length=length,
-        max_tool_turns=turns,
-    )
-    for i, episode in enumerate(episodes):
+    measurement = Measurement(max_new_tokens=length, max_tool_turns=turns, agent=Agent(environment=Guessing))
+    greedy, _ = generation_configs(model, tokenizer, measurement)
+    measuring = MeasuringTrainer(tokenizer, measurement)
+    prompts = measuring.prompt_ids(data.to_list())
+    answers = measuring.draw(data.to_list(), Draw(model, greedy))
+    for i, answer in enumerate(answers):
         prompt = batch["prompt_ids"][2 * i][batch["prompt_mask"][2 * i].bool()].tolist()
         completion = batch["completion_ids"][2 * i][batch["completion_mask"][2 * i].bool()].tolist()
-        assert episode.ids == prompt + completion
-        assert episode.drawn == batch["tool_mask"][2 * i].sum()
-        assert episode.messages == list(stock._logs["completion"])[2 * i]
+        assert prompts[i] == prompt and answer.ids == completion
+        assert answer.tokens == batch["tool_mask"][2 * i].sum()
+        assert answer.completion == list(stock._logs["completion"])[2 * i]
     if length == 400:
-        assert len(episodes[0].messages) == (5 if turns else 1)
+        assert len(answers[0].completion) == (5 if turns else 1)
 
 
 @pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.exhaustive), None])
@@ -108,19 +112,12 @@ def test_a_turn_of_a_measured_episode_continues_from_the_last_one(loaded, monkey
     data = rows(50, 7, 50, 8, 9)
     results = []
     prefilled = []
-    for limit in (accuracy.FREE_SHARE, 0.0):  # without memory nothing is kept
-        monkeypatch.setattr(accuracy, "FREE_SHARE", limit)
+    agent = Agent(environment=Guessing, owns_reward=True)
+    measurement = Measurement(agent=agent, max_new_tokens=200, samples=2, max_tool_turns=turns)
+    for limit in (drawing.FREE_SHARE, 0.0):  # without memory nothing is kept
+        monkeypatch.setattr(drawing, "FREE_SHARE", limit)
         counted = Counted(model)
-        result = evaluate(
-            model,
-            tokenizer,
-            data,
-            agent=Agent(environment=Guessing, owns_reward=True),
-            max_new_tokens=200,
-            samples=2,
-            progress=False,
-            max_tool_turns=turns,
-        )
+        result = evaluate(model, tokenizer, data, measurement)
         counted.handle.remove()
         results.append(result.as_dict() | {"seconds": 0})
         prefilled.append(counted.tokens)
@@ -134,54 +131,77 @@ def test_accuracy_by_the_environments_reward_and_by_the_answer(loaded):
     options = {
         "max_new_tokens": 300,
         "batch_size": 2,
-        "progress": False,
         "max_tool_turns": 1,
         "answer_format": "last_number",
     }
     agent = Agent(environment=Guessing, owns_reward=True)
-    by_reward = evaluate(model, tokenizer, data, agent=agent, samples=2, **options)
+    by_reward = evaluate(model, tokenizer, data, Measurement(agent=agent, samples=2, **options))
     assert (by_reward.n, by_reward.correct, by_reward.pass_at_k) == (5, 2, 0.4)
-    by_answer = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing), **options)
+    by_answer = evaluate(model, tokenizer, data, Measurement(agent=Agent(environment=Guessing), **options))
     assert by_answer.correct == 0  # it never answers, and calls again and again
     # Of two calls, without what came back.
     assert by_answer.tokens_per_completion == by_reward.tokens_per_completion > 50
 
 
+def drawn_as(tokenizer, monkeypatch, answers, agent, rows, **settings) -> tuple[list, list]:
+    """Episodes in which the model's turn `i` is the text `answers[i]` for every row, and the prompts of each turn."""
+    asked = []
+
+    def generate(model, ids, config, seed, **options):
+        asked.append(ids)
+        return [tokenizer(answers[min(len(asked), len(answers)) - 1])["input_ids"] for _ in ids]
+
+    monkeypatch.setattr(drawing, "generate", generate)
+    measuring = MeasuringTrainer(tokenizer, Measurement(agent=agent, max_new_tokens=999))
+    stub = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=9999))
+    return measuring.draw(rows.to_list(), Draw(stub, None, **settings)), asked
+
+
+def called(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+
+
 def test_a_rank_that_is_done_generates_until_all_ranks_are(loaded, monkeypatch):
     _, tokenizer = loaded
-    ranks_left = [1, 1, 1, 0]  # ranks that continue, by turn, this one counted
-    asked = []
-    monkeypatch.setattr(episodes_module, "reduce", lambda flag, reduction: torch.tensor(ranks_left[len(asked)]))
-
-    def answer(ids, turn):
-        asked.append(list(map(len, ids)))
-        return [tokenizer("7<|im_end|>")["input_ids"] for _ in ids]
-
+    ranks_left = [1, 1, 0]  # ranks that continue after each turn
+    monkeypatch.setattr(drawing, "reduce", lambda flag, reduction: torch.tensor(ranks_left.pop(0)))
     agent = Agent(environment=Guessing)
-    episodes = run_episodes(agent, rows(50, 7).to_list(), tokenizer, answer, max_length=99, synced_gpus=True)
-    lengths = [episode.prompt_length for episode in episodes]
-    assert asked == [lengths, lengths[:1], lengths[:1]]  # then a prompt whose completion is not used
-    assert [episode.messages[0]["content"] for episode in episodes] == ["7", "7"]
+    answers, asked = drawn_as(tokenizer, monkeypatch, ["7<|im_end|>"], agent, rows(50, 7), synced_gpus=True)
+    assert [len(ids) for ids in asked] == [2, 1, 1] and not ranks_left  # then a prompt whose completion is not used
+    assert [answer.completion[0]["content"] for answer in answers] == ["7", "7"]
 
 
-def test_what_a_call_does_wrong_is_what_the_model_reads():
+def test_what_a_call_does_wrong_is_what_the_model_reads(loaded, monkeypatch):
+    _, tokenizer = loaded
+
     async def later(number: int) -> int:
+        """Later.
+
+        Args:
+            number: any.
+        """
         await asyncio.sleep(0)
         return number + 1
 
     def fails(number: int) -> int:
+        """Fail.
+
+        Args:
+            number: any.
+        """
         raise OverflowError("too large")
 
-    tools = {"later": later, "fails": fails}
+    def run(name, arguments) -> str:
+        texts = [called(name, arguments), "7<|im_end|>"]
+        (answer,), _ = drawn_as(tokenizer, monkeypatch, texts, Agent([later, fails]), rows(7))
+        _, result, last = answer.completion
+        assert last["content"] == "7" and result["name"] == name
+        return result["content"]
 
-    def run(name, arguments, kind="function"):
-        return run_tool(tools, {"type": kind, "function": {"name": name, "arguments": arguments}})
-
-    assert run("later", {"number": 1}) == ("later", 2)
-    assert run("fails", {"number": 1}) == ("fails", {"error": "too large"})
-    assert run("neither", {}) == ("neither", {"error": "Tool neither not found."})
-    assert "unexpected keyword" in run("later", {"digits": 1})[1]["error"]
-    assert run("later", {}, "image")[1] == {"error": "Unsupported tool call type: image"}
+    assert run("later", '{"number": 1}') == "2"
+    assert "too large" in run("fails", '{"number": 1}')
+    assert "Tool neither not found." in run("neither", "{}")
+    assert "unexpected keyword" in run("fails", '{"digits": 1}')
 
 
 @pytest.mark.parametrize(
@@ -196,16 +216,15 @@ def test_what_a_call_does_wrong_is_what_the_model_reads():
     ],
     ids=["no bracket", "no arguments", "Python", "a list", "nothing", "a number"],
 )
-def test_a_call_that_cannot_be_read_is_the_models_last_answer(loaded, written):
+def test_a_call_that_cannot_be_read_is_the_models_last_answer(loaded, monkeypatch, written):
     """As in TRL, whose parser finds no call in it: the episode ends, and no tool runs."""
     _, tokenizer = loaded
-    ids = tokenizer(f"<tool_call>\n{written}\n</tool_call><|im_end|>")["input_ids"]
     agent = Agent(environment=Guessing)
-    (episode,) = run_episodes(agent, rows(7).to_list(), tokenizer, lambda prompts, turn: [ids], max_length=999)
-    tools = list(episode.tools.values())
-    message = parse_response(tokenizer, ids, prefix=episode.ids[: episode.prompt_length], tools=tools)
-    assert episode.messages == [message] and not message.get("tool_calls")
-    assert not agent.is_right(episode.environment) and episode.drawn == len(ids)
+    text = f"<tool_call>\n{written}\n</tool_call><|im_end|>"
+    (answer,), (prompts,) = drawn_as(tokenizer, monkeypatch, [text], agent, rows(7))
+    message = parse_response(tokenizer, answer.ids, prefix=prompts[0], tools=[answer.environment.guess])
+    assert answer.completion == [message] and not message.get("tool_calls")
+    assert not answer.environment.found and answer.tokens == len(answer.ids)
 
 
 def test_a_tool_that_hangs_while_accuracy_is_measured_is_an_error(loaded, monkeypatch):
@@ -222,10 +241,10 @@ def test_a_tool_that_hangs_while_accuracy_is_measured_is_an_error(loaded, monkey
             pass
 
     _, tokenizer = loaded
-    (episode,) = begin(Agent([spins], tool_timeout=0.05), rows(7).to_list(), tokenizer)
-    call = {"type": "function", "function": {"name": "spins", "arguments": {"number": 1}}}
+    texts = [called("spins", '{"number": 1}'), "7<|im_end|>"]
+    (answer,), _ = drawn_as(tokenizer, monkeypatch, texts, Agent([spins], tool_timeout=0.05), rows(7))
     error = "spins took longer than tool_timeout=0.05 seconds"
-    assert run_tool(episode.tools, call) == ("spins", {"error": error}) and error in lines[0]
+    assert error in answer.completion[1]["content"] and error in lines[0]
 
 
 def test_a_recipe_that_names_no_agent_or_half_of_one(tmp_path, monkeypatch):
@@ -262,10 +281,10 @@ def test_the_calculators_calls_are_rendered_and_read():
     written = tokenizer('{"name": "calculate", "arguments": {"expression": "3 * (4 - 1)"}}<|im_end|>')["input_ids"]
     message = parse_response(tokenizer, written, prefix=prompt, tools=[tool])
     (call,) = message["tool_calls"]
-    assert run_tool({"calculate": tool}, call) == ("calculate", "9")
+    assert call["function"]["name"] == "calculate"
+    assert tool(**call["function"]["arguments"]) == "9"
     again = tokenizer.apply_chat_template([*asked, message], tools=[tool], return_dict=False)
     assert again[: len(prompt) + len(written)] == prompt + written
     for harmful in ("2 ** 9999", "__import__('os').getcwd()", "1 / 0", "(" * 99, "9" * 101):
-        function = {"name": "calculate", "arguments": {"expression": harmful}}
-        _, result = run_tool({"calculate": tool}, {**call, "function": function})
-        assert "error" in result
+        with pytest.raises((ValueError, ZeroDivisionError, SyntaxError, RecursionError, MemoryError)):
+            tool(expression=harmful)

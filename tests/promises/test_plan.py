@@ -1,0 +1,99 @@
+"""`trl-fsdp-qlora plan`: bytes that a launch or a base changes are counted, or the command has a line why not."""
+
+import json
+import re
+
+import pytest
+
+from trl_fsdp_qlora.__main__ import main
+
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+IN_BF16 = 15.23e9 / 2**30  # 7.62e9 weights
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch, capsys):
+    """Runs the command in a folder with the config of a 7B; returns its exit status and what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, **config):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN_7B | config))
+        recipe = [
+            "--model_name_or_path",
+            "model",
+            "--use_peft",
+            "true",
+            "--dtype",
+            "bfloat16",
+            "--max_completion_length",
+            "256",
+        ]
+        try:
+            status = main(["plan", *recipe, *words])
+        except SystemExit as end:
+            status = end.code
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return run
+
+
+def gib(printed: str, part: str) -> float:
+    """The GiB of a part of the phase that is printed last."""
+    line = next(line for line in printed.splitlines() if line.startswith(part))
+    return float(re.findall(r"[\d.]+", line.removeprefix(part))[-1])
+
+
+def launch(tmp_path, **keys) -> tuple[str, str]:
+    """Writes an accelerate config of four ranks; returns the option that names it."""
+    lines = ["distributed_type: FSDP", "num_processes: 4", "mixed_precision: bf16", "fsdp_config:"]
+    sharding = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **keys}
+    lines += [f"  {key}: {value}" for key, value in sharding.items()]
+    (tmp_path / "launch.yaml").write_text("\n".join(lines) + "\n")
+    return "--accelerate_config", "launch.yaml"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"fsdp_reshard_after_forward": "false"}, {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}],
+    ids=str,
+)
+def test_weights_that_stay_gathered_are_counted(plan, tmp_path, keys):
+    status, printed = plan(*launch(tmp_path, **keys), "--hardware", "12GB x4")
+    assert status == 1 and gib(printed, "gathered weights") > 0.9 * IN_BF16
+    status, printed = plan(*launch(tmp_path), "--hardware", "12GB x4")
+    assert status == 0 and gib(printed, "gathered weights") < 4
+
+
+def test_fsdp_without_sharding_holds_the_whole_base(plan, tmp_path):
+    status, printed = plan(
+        *launch(tmp_path, fsdp_version=1, fsdp_sharding_strategy="NO_SHARD"), "--hardware", "12GB x4"
+    )
+    assert status == 1 and gib(printed, "base, other weights") == pytest.approx(IN_BF16, rel=0.01)
+
+
+def test_a_base_in_awq_is_counted_in_its_bits(plan):
+    stored = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    _, printed = plan("--hardware", "24GB", **stored)
+    # 6.53e9 weights of the layers in 4 bits; embedding and head stay in 16.
+    assert gib(printed, "base, 4-bit weights") == pytest.approx(6.53e9 / 2 / 2**30, rel=0.01)
+    assert gib(printed, "base, other weights") == pytest.approx(2 * 2 * 152064 * 3584 / 2**30, rel=0.01)
+
+
+@pytest.mark.parametrize("tokens", ["-1", "0"])
+def test_a_prompt_without_tokens_is_refused(plan, tokens):
+    status, printed = plan("--prompt_tokens", tokens)
+    assert status == 2 and f"--prompt_tokens {tokens} is not a number of tokens" in printed
