@@ -29,6 +29,7 @@ from tests.prefix_sharing.helpers import (
     with_stock_head,
 )
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
+from trl_fsdp_qlora.prefix_sharing.problems import Scope
 from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
 
 
@@ -326,7 +327,9 @@ def equals_one_process(name, wrapper, frozen, passes):
         with torch.no_grad():
             old = test_images.packed(model, sharing, few, tokens_per_pass=2 * few.input_ids.shape[1]).log_probs
         logps = test_images.packed(model, sharing, few).log_probs[:, -test_images.COMPLETION :]
-        assert sharing.figures.tokens and sharing.status.images is None, sharing.status.images
+        assert sharing.figures.tokens and sharing.status.reason(Scope.IMAGES) is None, sharing.status.reason(
+            Scope.IMAGES
+        )
         for ours in (old[:, -test_images.COMPLETION :], logps):
             torch.testing.assert_close(ours, expected[dist.get_rank()].detach(), atol=1e-4, rtol=1e-5)
         (logps * weight[mine]).sum().backward()

@@ -14,6 +14,7 @@ from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, without_dropout
 from trl_fsdp_qlora.prefix_sharing.facts import position_limit
+from trl_fsdp_qlora.prefix_sharing.problems import Scope
 
 from .helpers import (
     COMPLETION,
@@ -156,7 +157,7 @@ def test_rotary_tables_that_depend_on_the_longest_position():
         ({"full_attention": default}, float("inf")),
     ):
         config.rope_parameters = rope
-        assert position_limit(SimpleNamespace(config=config)) == limit
+        assert position_limit(SimpleNamespace(config=config, modules=list)) == limit
 
 
 def test_a_batch_with_images_runs_as_stock_if_the_class_is_not_known(caplog):
@@ -179,7 +180,7 @@ def test_a_batch_with_images_runs_as_stock_if_the_class_is_not_known(caplog):
     del with_images["mm_token_type_ids"]
     with_images["token_type_ids"] = (with_images["input_ids"] == 60).long()
     for arguments, reason in ((text, None), (with_images, "no image of this kind")):
-        sharing.status.images = reason
+        sharing.status.reasons[Scope.IMAGES] = reason
         ours = model(**arguments, fused_lm_head=True).log_probs
         assert bool(sharing.figures.tokens) == (reason is None)
         if reason is not None:

@@ -136,7 +136,7 @@ _OF_ATTENTION = ("is_causal", *sorted(ATTENTION_NAMES))
 def stamp(model: PreTrainedModel) -> Stamp:
     """Returns the stamp of a model without wrappers. It is taken before each pass, so it has to be cheap."""
     facts: list[Any] = []
-    classes: dict[type, None] = {}
+    classes: dict[type[torch.nn.Module], None] = {}
     hooks: list[int] = []
     for name in _HOOKS:
         hooks += _hooks_of_user(getattr(torch.nn.modules.module, f"_global{name}"))

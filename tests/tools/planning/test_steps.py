@@ -11,13 +11,8 @@ from tests.tools.planning.models import config, folder, settings
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import Run
 from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
-<<<<<<< HEAD
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
-from trl_fsdp_qlora.tools.planning.settings import Launch
-=======
-from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.tools.planning.launches import Launch
->>>>>>> main
 from trl_fsdp_qlora.tools.planning.steps import Pass, longest_pass, passes_like, state_bytes
 
 
