@@ -15,6 +15,7 @@ _EXPORTS = {
     "share_prompts": "prefix_sharing.share",
     "unshare_prompts": "prefix_sharing.share",
     "verify": "prefix_sharing.verify",
+    "EfficientProgress": "trainers.reporting.terminal",
 }
 for _room, _prefix in (
     ("grpo", "EfficientGRPO"),
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .trainers.dpo.trainer import EfficientDPOTrainer as EfficientDPOTrainer
     from .trainers.grpo.config import EfficientGRPOConfig as EfficientGRPOConfig
     from .trainers.grpo.trainer import EfficientGRPOTrainer as EfficientGRPOTrainer
+    from .trainers.reporting.terminal import EfficientProgress as EfficientProgress
     from .trainers.rloo.config import EfficientRLOOConfig as EfficientRLOOConfig
     from .trainers.rloo.trainer import EfficientRLOOTrainer as EfficientRLOOTrainer
     from .trainers.t_spmo.config import TSPMOConfig as TSPMOConfig

@@ -6,7 +6,7 @@
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
+from ..utils.replaced import replaced
 from .peft import is_peft
 
 # The argument for a model's cache, which is also the entry of its outputs. Transformers 5.24 gave it a new name.
@@ -108,6 +109,13 @@ def attention_named(config: PretrainedConfig, name: str) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = registered
+
+
+def loading_no_optimizer() -> AbstractContextManager:
+    """Let transformers' own `_load_optimizer_and_scheduler` do nothing inside the block; a subclass's still runs."""
+    from transformers import Trainer  # which imports PEFT and datasets
+
+    return replaced(Trainer, _load_optimizer_and_scheduler=lambda trainer, checkpoint: None)
 
 
 def has_accelerator() -> bool:

@@ -101,6 +101,23 @@ def is_tested(version: str | None = None) -> bool:
     return False
 
 
+@functools.cache
+def words_of(trainer: str) -> frozenset[str]:
+    """The words that are constants in the methods of TRL's class `trainer`; none if TRL has no such class.
+
+    TRL compares options such as `loss_type` with them, and lists them nowhere else.
+    """
+    constants: list[Any] = []
+    for method in vars(getattr(import_module("trl"), trainer, object)).values():
+        function = inspect.unwrap(method) if callable(method) else None
+        constants += getattr(getattr(function, "__code__", None), "co_consts", ())
+    words = set()
+    for constant in constants:
+        parts = constant if isinstance(constant, (tuple, frozenset)) else (constant,)
+        words.update(part for part in parts if isinstance(part, str) and part.isidentifier())
+    return frozenset(words)
+
+
 def is_padded_by_row(vision: dict[str, Any]) -> bool:
     """Whether pixels are padded to as many images in each row as any row has (Idefics, SmolVLM).
 

@@ -22,6 +22,8 @@ OLD_LOGPS = "old_per_token_logps"
 REFERENCE_LOGPS = "ref_per_token_logps"
 SAMPLED_LOGPS = "sampling_per_token_logps"
 COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
+# Ours: for each episode its rows, if any episode has several (`trainers/step/rows.py`).
+ROWS = "rows"
 IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
 # TRL's metrics of these ratios.
 SAMPLING_METRICS = (

@@ -29,10 +29,11 @@ def trl_starts(
     """
     if make_engine is None:
         make_engine = partial(_start_trls_own, grpo_trainer.VLLMGeneration, engine_kwargs)
-    with replaced(grpo_trainer, VLLMGeneration=make_engine), ExitStack() as stack:
-        of_rloo = sys.modules.get("trl.trainer.rloo_trainer")  # if a trainer of RLOO is what starts
-        if of_rloo is not None:
-            stack.enter_context(replaced(of_rloo, VLLMGeneration=make_engine))
+    modules = grpo_trainer, sys.modules.get("trl.trainer.rloo_trainer")  # the latter if a trainer of RLOO starts
+    with ExitStack() as stack:
+        for module in modules:
+            if module is not None:
+                stack.enter_context(replaced(module, VLLMGeneration=make_engine))
         yield
 
 
