@@ -48,11 +48,11 @@ def _only_adapter(layer: LoraLayer) -> str | None:
     if len(active) != 1 or layer.merged or layer.disable_adapters:
         return None
     (name,) = active
-    if vars(layer).get("lora_variant", {name: None}):  # another variant, or a PEFT without them
+    if layer.lora_variant:  # DoRA and its like
         return None
     down = layer.lora_A[name]
     up = layer.lora_B[name]
-    # `Embedding`, `Conv2d` and experts have factors of other classes; FSDP2 shards them as DTensors, ZeRO-3 empties them.
+    # Embeddings and convolutions have factors of other classes. FSDP2's shards are DTensors, and ZeRO-3's are empty.
     are_plain = all(
         type(factor) is nn.Linear and type(factor.weight) in (nn.Parameter, torch.Tensor) and factor.weight.numel()
         for factor in (down, up)
