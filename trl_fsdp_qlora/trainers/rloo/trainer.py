@@ -5,9 +5,8 @@ from functools import wraps
 from ...compat.trl import RLOOTrainer
 from ...compat.trl_rollouts import turn_of
 from ..rollouts.on_policy import OnPolicyRun
-from ..starting.arguments import check_prompts, completed
+from ..starting.arguments import bound_to, check_prompts, completed
 from ..step.scoring import Request
-from ..trainer_run import bound_to
 from .config import EfficientRLOOConfig
 
 
@@ -15,6 +14,12 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
     """Drop-in replacement of [`trl.RLOOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     The trainer computes the same numbers in another way, as `EfficientGRPOTrainer` does.
+
+    Args:
+        compute_metrics: a metric next to the reward, computed once per evaluation by a function that gets what a
+            reward function gets (`prompts`, `completions` and the dataset's columns, of all ranks) and `rewards`, a
+            list for each reward function by its name. It returns numbers by name; `metric_for_best_model` may be one.
+        *positional, **named: of TRL's trainer.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset; before the first step.
@@ -25,7 +30,7 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
 
     @wraps(RLOOTrainer.__init__)
     def __init__(self, *positional, **named):
-        call = completed(bound_to(RLOOTrainer, positional, named), EfficientRLOOConfig, "RLOO")
+        call = completed(bound_to(RLOOTrainer, positional, named, ("compute_metrics",)), EfficientRLOOConfig, "RLOO")
         check_prompts(call)
         super().__init__(**call)
 
