@@ -7,8 +7,8 @@ Runs on a GPU, or on an emulated one on which no kernel runs (docs/gpu.md): torc
 there, so launches and waits are real and nothing takes time. The models have their real shapes and no numbers. Counted
 is the second optimizer step on one group: `compute_loss`, the backward, clipping with the fused AdamW, and one step of
 decoding for the group, with the adapter and without it (`decode_base`), each trainer with its defaults (gradient
-checkpointing is one of them: the backward computes every layer again). Only the tiles are off that a row of this length
-would have; `--mlp_tokens_per_tile auto` counts them.
+checkpointing is one of them: the backward computes every layer again). Only the tiles are off that a row of this
+length would have; `--mlp_tokens_per_tile auto` counts them.
 
     launches    kernels and copies on the device that the host asks for. On an emulated device: calls of the CUDA
                 runtime's launch functions, of cuBLAS (one each; some products take two kernels on a card), of Triton
