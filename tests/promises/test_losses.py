@@ -135,7 +135,7 @@ CHANGES = [with_term, with_entropy_bonus, with_second_pass_after, with_second_pa
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_subclass_with_a_term_of_its_own_trains_as_stock(tmp_path, change, plan):
     run = assert_as_stock(tmp_path, change=change, plan=plan)
-    assert run.sharing.is_active
+    assert run.sharing.status.packs
 
 
 def test_the_start_up_block_names_the_users_method(tmp_path):
