@@ -89,7 +89,7 @@ def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: types.MethodTy
     return with_names(prepare_inputs, shuffle_sequence_dict=shuffle_groups, **whole)
 
 
-def check_batch(batch: dict[str, Any]) -> None:
+def check_batch(batch: dict) -> None:
     """Refuse a generation batch without the tensors that every step of this package reads.
 
     Raises:

@@ -83,21 +83,12 @@ class TrainerRun(ShardedQLoRAMixin):
 
     def _share_prompts(self) -> None:
         """Share prompts in the policy and in the reference model."""
-<<<<<<< HEAD
-        options = {
-            "attention": self.args.prefix_sharing,
-            "lm_head_kernel": self.args.lm_head_kernel,
-            "entropy_gradient": self._needs_entropy_gradient(),
-        }
-        self.sharing = install_sharing(self.accelerator.unwrap_model(self.model), **options)
-=======
         options = SharingOptions(
             attention=self.args.prefix_sharing,
             lm_head_kernel=self.args.lm_head_kernel,
-            entropy_gradient=self.has_entropy_bonus,
+            entropy_gradient=self._needs_entropy_gradient(),
         )
         self.sharing = install_sharing(self.accelerator.unwrap_model(self.model), options)
->>>>>>> main
         if self.ref_model is not None:
             self.reference_sharing = install_sharing(self.accelerator.unwrap_model(self.ref_model), options)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 
-from ...compat.signatures import constructor_parameters
+from ...compat.signatures import parameters_of
 from ...compat.trl import joined_images
 from ...compat.trl_rollouts import check_batch, foreign_turn, rewarding_with, shuffling_by
 from ..experimental_fields import experiment
@@ -56,7 +56,7 @@ class OnPolicyRun(TrainerRun):
         args = call["args"]
         check_rewards(call)
         stock = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
-        if "compute_metrics" in constructor_parameters(stock):  # of a later TRL, whose argument it then is
+        if "compute_metrics" in parameters_of(stock, "__init__"):  # of a later TRL, whose argument it then is
             call["compute_metrics"] = compute_metrics
             compute_metrics = None
         one_generation_ahead = experiment("rollouts_ahead") if vars(args).get("rollouts_ahead") else None  # of GRPO
@@ -121,7 +121,7 @@ class OnPolicyRun(TrainerRun):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
-        if not self.runs_as_stock and self.sharing.entropy_gradient != self._needs_entropy_gradient():
+        if not self.runs_as_stock and self.sharing.options.entropy_gradient != self._needs_entropy_gradient():
             self._share_prompts()  # a callback has set an option, or a method was replaced
         with self.look_ahead.micro_batch(self._step, self.current_gradient_accumulation_steps):
             return super().training_step(model, *args, **kwargs)

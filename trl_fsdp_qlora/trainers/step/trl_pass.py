@@ -16,12 +16,8 @@ from ...compat.peft import is_reference
 from ...compat.signatures import parameters_of
 from ...compat.trl import INSTALL, is_tested
 from ...compat.trl_rollouts import ROWS
-<<<<<<< HEAD:trl_fsdp_qlora/trainers/step/trl_pass.py
 from ...errors import UserError
-from ...prefix_sharing.batch import IGNORED_LABEL
-=======
 from ...prefix_sharing.batch import IGNORED_LABEL, Instructions
->>>>>>> main:trl_fsdp_qlora/trainers/step/scoring.py
 from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
 from ...scoring.contexts import fill_masked_rows, share_values
