@@ -11,7 +11,12 @@ __version__ = "0.1.0"
 
 # Public names, by the module that has them. A type checker reads those below instead. `trainers/methods.py` has the
 # trainers' commands.
-_EXPORTS = {"share_prompts": "prefix_sharing.share"}
+_EXPORTS = {
+    "share_prompts": "prefix_sharing.share",
+    "unshare_prompts": "prefix_sharing.share",
+    "verify": "prefix_sharing.verify",
+    "EfficientProgress": "trainers.reporting.terminal",
+}
 for _room, _prefix in (
     ("grpo", "EfficientGRPO"),
     ("rloo", "EfficientRLOO"),
@@ -26,12 +31,15 @@ __all__ = sorted([*_EXPORTS, "__version__"])
 
 if TYPE_CHECKING:
     from .prefix_sharing.share import share_prompts as share_prompts
+    from .prefix_sharing.share import unshare_prompts as unshare_prompts
+    from .prefix_sharing.verify import verify as verify
     from .trainers.a_star_po.config import AStarPOConfig as AStarPOConfig
     from .trainers.a_star_po.trainer import AStarPOTrainer as AStarPOTrainer
     from .trainers.dpo.config import EfficientDPOConfig as EfficientDPOConfig
     from .trainers.dpo.trainer import EfficientDPOTrainer as EfficientDPOTrainer
     from .trainers.grpo.config import EfficientGRPOConfig as EfficientGRPOConfig
     from .trainers.grpo.trainer import EfficientGRPOTrainer as EfficientGRPOTrainer
+    from .trainers.reporting.terminal import EfficientProgress as EfficientProgress
     from .trainers.rloo.config import EfficientRLOOConfig as EfficientRLOOConfig
     from .trainers.rloo.trainer import EfficientRLOOTrainer as EfficientRLOOTrainer
     from .trainers.t_spmo.config import TSPMOConfig as TSPMOConfig

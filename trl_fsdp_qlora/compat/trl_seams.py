@@ -5,9 +5,12 @@ is no seam. A TRL that nobody has run us with is compared with the table when a 
 """
 
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .trl import INSTALL, MissingName
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,12 @@ ATTRIBUTES = {
     "vllm_generation": Seam("GRPO RLOO", "read", "vLLM"),
 }
 
+# Methods of TRL's that get or return values of single tokens. A user who overrides one may read every token's.
+METHODS_OF_LOSS = (
+    "compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "get_high_entropy_mask",
+    "get_off_policy_mask", "get_gamma_weights",
+)  # fmt: skip
+
 # Names in TRL's modules in whose place others are found while a function of TRL's runs.
 REPLACED = {
     "gather": ("trl.trainer.grpo_trainer", "A*-PO's estimates of values"),
@@ -75,7 +84,7 @@ REPLACED = {
 }
 
 
-def check(trainer: Any, stock: type) -> None:
+def check(trainer: "Trainer", stock: type) -> None:
     """Log a line for each seam that `stock`, TRL's class of the trainer, lacks.
 
     Raises:

@@ -145,7 +145,8 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
     try:
         launch = read_launch(name, processes or None)
         script, config, model = _parsed(rest, launch.processes)
-        tokenizer = check_recipe(script, config, model)
+        wrapped = launch.units if isinstance(launch.units, tuple) else ()
+        tokenizer = check_recipe(script, config, model, wrapped)
         appends = bool(script.tools or script.environment) and vars(config).get("history") == "append"
         if appends and strips_thinking(with_response_schema(tokenizer)):
             yield Finding("warning", "history", NOT_AS_SERVED)

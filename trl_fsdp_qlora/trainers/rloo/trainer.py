@@ -6,7 +6,6 @@ from ...compat.trl import RLOOTrainer
 from ...compat.trl_rollouts import turn_of
 from ..rollouts.on_policy import OnPolicyRun
 from ..starting.arguments import bound_to, check_prompts, completed
-from ..step.scoring import Request
 from .config import EfficientRLOOConfig
 
 
@@ -14,6 +13,12 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
     """Drop-in replacement of [`trl.RLOOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     The trainer computes the same numbers in another way, as `EfficientGRPOTrainer` does.
+
+    Args:
+        compute_metrics: a metric next to the reward, computed once per evaluation by a function that gets what a
+            reward function gets (`prompts`, `completions` and the dataset's columns, of all ranks) and `rewards`, a
+            list for each reward function by its name. It returns numbers by name; `metric_for_best_model` may be one.
+        *positional, **named: of TRL's trainer.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset; before the first step.
@@ -24,7 +29,7 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
 
     @wraps(RLOOTrainer.__init__)
     def __init__(self, *positional, **named):
-        call = completed(bound_to(RLOOTrainer, positional, named), EfficientRLOOConfig, "RLOO")
+        call = completed(bound_to(RLOOTrainer, positional, named, ("compute_metrics",)), EfficientRLOOConfig, "RLOO")
         check_prompts(call)
         super().__init__(**call)
 
@@ -40,5 +45,5 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
         return self.rollout.training_turn(single_turn, turn, self.model_wrapped, self._generate_settings())[0]
 
     def _compute_loss(self, model, inputs, *args, **kwargs):
-        with self.scoring.requested(Request(model, inputs)):
+        with self.trl_pass.requested(self._request(model, inputs)):
             return super()._compute_loss(model, inputs, *args, **kwargs)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ...compat.deepspeed import zero_stage
-from ...compat.signatures import constructor_parameters
+from ...compat.signatures import parameters_of
 from ...compat.transformers import model_name, quantization_of
 from ...errors import UserError
 from ...fsdp2_qlora import launch_checks
@@ -21,16 +21,18 @@ from . import input_checks as checks
 logger = get_logger(__name__)
 
 
-def bound_to(stock: type, positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
+def bound_to(stock: type, positional: tuple, named: dict[str, Any], ours: tuple[str, ...] = ()) -> dict[str, Any]:
     """The arguments of a constructor call by the names that they have in TRL's trainer `stock`.
+
+    `ours` are names of arguments that this package's trainer takes in addition.
 
     Raises:
         TypeError: there is no such argument, or one was given twice.
         UserError: there is no model.
     """
-    names = constructor_parameters(stock)
+    names = parameters_of(stock, "__init__")
     by_place = dict(zip(names, positional, strict=False))
-    unknown = next((name for name in named if name not in names), None)
+    unknown = next((name for name in named if name not in (*names, *ours)), None)
     if unknown is not None:
         hint = ": the reference is made of `model` itself, and beta weighs it" if unknown == "ref_model" else ""
         raise TypeError(f"{stock.__name__} has no argument {unknown!r}{hint}")
