@@ -7,7 +7,7 @@ capitals are environment variables. What concerns one rank alone is asserted her
 
 How to add a scenario, for example "with another learning rate, two ranks train as one process does":
 
-1. If a function below has the options, a scenario is a line in test_sharded_training.py. Options that the function
+1. If a function below has the options, a scenario is a line in test_trainer.py. Options that the function
    does not name itself are fields of the trainer's config. In `ALONE`, which runs in one process and on two ranks:
 
        "fast": "grpo:learning_rate=0.01",

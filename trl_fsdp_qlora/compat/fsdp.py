@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +21,9 @@ from transformers import PreTrainedModel
 
 from ..utils.replaced import replaced
 from .peft import is_peft
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 # Torch 2.12 shards integer parameters as they are.
 SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
@@ -47,7 +51,7 @@ def misfit() -> str | None:
     return None
 
 
-def units(model: nn.Module) -> list[tuple[FSDPModule, object]]:
+def units(model: nn.Module) -> list[tuple[FSDPModule, "FSDPState"]]:
     """Every FSDP2 unit of the model with its state (torch has no public reader of a unit's reshard flag)."""
     return [(module, module._get_fsdp_state()) for module in model.modules() if isinstance(module, FSDPModule)]
 

@@ -137,7 +137,8 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
         if not parameter.is_meta:
             continue
         mesh = parameter.device_mesh  # FSDP2's, or HSDP's, whose last dimension is a replica
-        ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+        replica = mesh.get_group(mesh.ndim - 1)
+        ranks = dist.get_process_group_ranks(replica)
         if dist.get_rank() == ranks[0]:
             whole = source.pop(plain_name(name))
             local = _send_rows(whole, ranks, device)
@@ -215,9 +216,10 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
             state_bytes += experts.num_experts * layout.state_bytes
     packed_ids = {id(parameter) for parameter in packed}
     unpacked = [parameter for parameter in _frozen(model).values() if id(parameter) not in packed_ids]
+    # Bytes of the storage, not of the view: a view into the whole weight is not a shard.
+    storages = [_local(parameter).untyped_storage() for parameter in packed]
     measured = BaseBytes(
-        # Bytes of the storage, not of the view: a view into the whole weight is not a shard.
-        quantized_local=sum(_local(parameter).untyped_storage().nbytes() for parameter in packed),
+        quantized_local=sum(storage.nbytes() for storage in storages),
         quantized_full=sum(parameter.numel() for parameter in packed),
         state_full=state_bytes,
         other_local=sum(_local(parameter).nbytes for parameter in unpacked),

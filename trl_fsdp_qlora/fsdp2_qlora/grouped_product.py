@@ -215,7 +215,8 @@ def _rows_of_tile(ends_ptr, tile, groups, IS_FIRST: tl.constexpr, GROUPS: tl.con
     is_before = last <= tile
     group = tl.sum(is_before.to(tl.int32), axis=0)
     is_group_of_tile = index == group
-    first_of_group = begin + (tile - last + tiles) * ROWS
+    tile_of_group = tile - last + tiles
+    first_of_group = begin + tile_of_group * ROWS
     first = tl.sum(tl.where(is_group_of_tile, first_of_group, 0), axis=0)
     stop = tl.sum(tl.where(is_group_of_tile, end, 0), axis=0)
     return group, first, stop
@@ -350,7 +351,8 @@ def _dequantize_kernel(
     byte = first_byte + tl.arange(0, BYTES)
     is_byte = byte < packed_bytes
     packed_row = weight_ptr + expert * row_bytes
-    packed = tl.load(packed_row + byte, mask=is_byte, other=0).to(tl.int32)
+    packed = tl.load(packed_row + byte, mask=is_byte, other=0)
+    packed = packed.to(tl.int32)
     block = byte // (BLOCK // 2)
     scale = _scale(
         absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, block, is_byte, NESTED, NESTED_BLOCK
@@ -404,7 +406,8 @@ def _packed_product_kernel(
         weight_row = weight_of_expert + column[:, None] * (depth // 2) + half
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(0, depth, BLOCK):
-            packed = tl.load(weight_row + start // 2, mask=is_column[:, None], other=0).to(tl.int32)
+            packed = tl.load(weight_row + start // 2, mask=is_column[:, None], other=0)
+            packed = packed.to(tl.int32)
             block = (column * depth + start) // BLOCK
             scale_of_column = _scale(
                 absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, block, is_column, NESTED,

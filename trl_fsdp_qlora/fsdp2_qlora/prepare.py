@@ -38,6 +38,8 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
 
     Raises:
         BaseNotSharded: from `prepare`, if a rank holds more than its share.
+        LaunchError: from `prepare`, if the installed torch lacks a private name that sharding needs.
+        ValueError: from `prepare`, if the first rank of a replica has no weights to send.
     """
     if getattr(accelerator.prepare, "shards_quantized_base", False):
         return

@@ -28,7 +28,9 @@ def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if not on_device:
         return tensors
     device = next(iter(on_device.values())).device
-    flat = [x.reshape(-1).to(device, torch.int64) for x in on_device.values()]
+    flat = []
+    for x in on_device.values():
+        flat.append(x.reshape(-1).to(device, torch.int64))
     sizes = [x.numel() for x in flat]
     transferred = torch.cat(flat).cpu()
     parts = transferred.split(sizes)

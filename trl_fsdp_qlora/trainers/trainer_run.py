@@ -17,7 +17,7 @@ from ..fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit, keep_plain
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..long_rows import tiles as token_tiles
 from ..prefix_sharing.problems import Status
-from ..prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
+from ..prefix_sharing.sharing import PromptSharing, SharingOptions, causal_language_model, install_sharing
 from ..utils.files import naming_full_disk
 from ..utils.plain import counted
 from ..utils.replaced import replaced
@@ -80,14 +80,14 @@ class TrainerRun(ShardedQLoRAMixin):
 
     def _share_prompts(self) -> None:
         """Share prompts in the policy and in the reference model."""
-        options = {
-            "attention": self.args.prefix_sharing,
-            "lm_head_kernel": self.args.lm_head_kernel,
-            "entropy_gradient": self.has_entropy_bonus,
-        }
-        self.sharing = install_sharing(self.accelerator.unwrap_model(self.model), **options)
+        options = SharingOptions(
+            attention=self.args.prefix_sharing,
+            lm_head_kernel=self.args.lm_head_kernel,
+            entropy_gradient=self.has_entropy_bonus,
+        )
+        self.sharing = install_sharing(self.accelerator.unwrap_model(self.model), options)
         if self.ref_model is not None:
-            self.reference_sharing = install_sharing(self.accelerator.unwrap_model(self.ref_model), **options)
+            self.reference_sharing = install_sharing(self.accelerator.unwrap_model(self.ref_model), options)
 
     @property
     def has_entropy_bonus(self) -> bool:
@@ -139,7 +139,7 @@ class TrainerRun(ShardedQLoRAMixin):
         """Compute everything as TRL does from now on."""
         self.runs_as_stock = True
         for sharing in filter(None, (self.sharing, self.reference_sharing)):
-            sharing.status = Status(reason=reason)
+            sharing.status = Status.as_stock(reason)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self._awaits_comparison and self.model.training:

@@ -145,7 +145,7 @@ def test_the_entropy_of_completions_of_one_token_is_that_of_those_in_the_mask(tm
     batch["completion_mask"][[1, 2, 3, 5, 6]] = 0
     batch["advantages"][7] = 0.0
     loss_and_gradients(ours, batch)
-    assert ours.sharing.is_active and batch["completion_ids"].shape[1] == 1
+    assert ours.sharing.status.packs and batch["completion_ids"].shape[1] == 1
     entropies = GRPOTrainer._get_per_token_logps_and_entropies(
         ours, ours.model, **padded_batch(batch), compute_entropy=True
     )[1]

@@ -89,7 +89,7 @@ def forwards_as_stock(trainer: Any) -> Iterator[None]:
     """A block in which the forwards of a trainer's models run as in stock TRL."""
     with ExitStack() as stack:
         for sharing in filter(None, (trainer.sharing, trainer.reference_sharing)):
-            stack.enter_context(replaced(sharing, status=Status(reason="compared with stock TRL")))
+            stack.enter_context(replaced(sharing, status=Status.as_stock("compared with stock TRL")))
         yield
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...compat.trl import is_tested, joined_images
 from ...prefix_sharing.batch import Batch
-from ...prefix_sharing.problems import CannotPack
+from ...prefix_sharing.problems import CannotPack, Scope
 from ...prefix_sharing.sharing import PromptSharing
 from .rows import EpisodeRows, batch_of_loss, episode_rows, equally_many
 from .step_scores import StepScores
@@ -146,7 +146,7 @@ class LookAhead:
             from ...compat.fsdp import forget_forward
 
             forget_forward(model)
-            sharing.cannot_keep(str(error))
+            sharing.refuse(Scope.STEP, str(error))
             self._drop_plan()
             return None
         rows = self._rows[number]

@@ -17,10 +17,9 @@ from torch import nn
 
 from ...compat.peft import is_reference
 from ...compat.trl_rollouts import ROWS
-from ...prefix_sharing.batch import IGNORED_LABEL
+from ...prefix_sharing.batch import IGNORED_LABEL, Instructions
 from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
-from ...prefix_sharing.wrapped_forward import Instructions
 from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
 from ..reporting.phases import PhaseTimer
@@ -105,7 +104,7 @@ class PassModel:
         """The output for the rows of the episodes; if they are padded, slice by slice."""
         rows = self.rows
         of_rows = rows.arguments(arguments)
-        if self.sharing.is_active:
+        if self.sharing.status.packs:
             return self.request.model(**of_rows)
         limit = self.instructions.tokens_per_pass or rows.padded_tokens
         outputs = []
@@ -122,7 +121,7 @@ class PassModel:
     @property
     def is_packed(self) -> bool:
         """Whether the values come from packed rows."""
-        return self.sharing.is_active and self.sharing.figures.tokens > 0
+        return self.sharing.status.packs and self.sharing.figures.tokens > 0
 
 
 class Scoring:
@@ -224,7 +223,7 @@ class Scoring:
                 instructions = Instructions(tokens_per_pass=batch_size * episodes.width)
         elif batch_size < rows:
             # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
-            is_cut = sharing.is_active and not arguments.get("compute_aux_loss")
+            is_cut = sharing.status.packs and not arguments.get("compute_aux_loss")
             tokens_per_pass = batch_size * width
             instructions = replace(instructions, tokens_per_pass=tokens_per_pass) if is_cut else Instructions()
         is_of_step = kind == "policy" and torch.is_grad_enabled() and request.inputs is not None
