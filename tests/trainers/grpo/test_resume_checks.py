@@ -19,6 +19,7 @@ from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.trainers.saving import checkpoints, stopping
 from trl_fsdp_qlora.trainers.saving.checkpoints import why_not_whole
+from trl_fsdp_qlora.utils.files import CheckpointError
 
 SETTINGS = {
     "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.05,
