@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..compat.fake_tensors import device_type as device_of_plan
+from ..compat.fake_tensors import is_fake, without_repetition
 from ..compat.older_gpus import refuses_wide_sum
 from ..compat.triton_kernels import jit, launch, runs, tl
 from . import cpu_linear as cpu_linear
@@ -61,7 +63,7 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         # hidden states.
         autocast = torch.is_autocast_enabled(device_type)
         compute_dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_NH.dtype
-        token_tile = TOKEN_TILE if device_type == "cpu" else TOKEN_TILE_GPU
+        token_tile = TOKEN_TILE if device_of_plan(hidden_NH) == "cpu" else TOKEN_TILE_GPU
         log_probs_N = hidden_NH.new_empty(len(hidden_NH), dtype=_accumulator_dtype(compute_dtype))
         # The Jacobian is kept in the sums' precision. If it were rounded to bf16 here, and the product with it again
         # later, the gradient's error would be larger than that of a kernel that rounds once.
@@ -69,7 +71,7 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         entropy_N = torch.empty_like(log_probs_N)
         scales = (temperature, softcap, logit_scale)
         with torch.autocast(device_type, enabled=False):
-            for start in range(0, len(hidden_NH), token_tile):
+            for start in without_repetition(range(0, len(hidden_NH), token_tile), hidden_NH):
                 tile = slice(start, start + token_tile)
                 hidden_TH = hidden_NH[tile].to(compute_dtype)
                 jacobian_TH = jacobian_NH[tile] if keep_jacobian else None
@@ -109,6 +111,8 @@ def _accumulator_dtype(compute_dtype: torch.dtype) -> torch.dtype:
 def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor, beta: float = 1.0) -> None:
     """`sum = beta * sum + left @ right` in the precision of `sum`: a product is never rounded to a half type."""
     half = right_KN.dtype in (torch.float16, torch.bfloat16)
+    if is_fake(sum_MN) and half and device_of_plan(sum_MN) == "cuda":
+        return  # the product below, which allocates nothing
     if sum_MN.is_cuda and half and not refuses_wide_sum(sum_MN.device, right_KN.dtype):
         left_MK = left_MK.to(right_KN.dtype)
         torch.addmm(sum_MN, left_MK, right_KN, beta=beta, out_dtype=torch.float32, out=sum_MN)
@@ -149,7 +153,7 @@ def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, temperatur
     device = hidden_TH.device
     vocabulary = len(weight_VH)
     keep_jacobian = jacobian_TH is not None
-    chunk = min(VOCABULARY_CHUNK if device.type == "cpu" else VOCABULARY_CHUNK_GPU, vocabulary)
+    chunk = min(VOCABULARY_CHUNK if device_of_plan(hidden_TH) == "cpu" else VOCABULARY_CHUNK_GPU, vocabulary)
     in_kernel = runs(_fold_kernel, hidden_TH)
     logits = torch.empty(tokens * chunk, device=device, dtype=dtype)
     # The product would round these weights to its operands' precision; the kernel writes them in that precision.
@@ -159,7 +163,7 @@ def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, temperatur
     if keep_jacobian:
         jacobian_TH.zero_()  # holds the sum of e·W until the last chunk was read
 
-    for start in range(0, vocabulary, chunk):
+    for start in without_repetition(range(0, vocabulary, chunk), hidden_TH):
         weight_CH = weight_VH[start : start + chunk].to(compute_dtype)
         width = len(weight_CH)
         z_TC, e_TC = (buffer[: tokens * width].view(tokens, width) for buffer in (logits, weights))
@@ -205,7 +209,7 @@ def _fold(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian, temperature, softcap
     maximum_T1 = torch.maximum(sums.reference_T1, z_TC.amax(-1, keepdim=True))
     sums.rescale_T1 = None
     # On a CPU the comparison costs nothing and saves rescaling the sums; on a GPU the host would wait for its result.
-    if z_TC.device.type != "cpu" or bool((maximum_T1 > sums.reference_T1 + REFERENCE_SLACK).any()):
+    if is_fake(z_TC) or z_TC.device.type != "cpu" or bool((maximum_T1 > sums.reference_T1 + REFERENCE_SLACK).any()):
         sums.rescale_T1 = torch.exp(sums.reference_T1 - maximum_T1)
         sums.reference_T1 = maximum_T1
         sums.sum_T1 *= sums.rescale_T1

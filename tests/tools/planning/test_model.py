@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.tools.planning.models import config, folder, in_4_bits, settings
 from trl_fsdp_qlora.tools.planning import model
+from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
 from trl_fsdp_qlora.tools.planning.hardware import Hardware
 from trl_fsdp_qlora.tools.planning.launches import Launch
-from trl_fsdp_qlora.tools.planning.passes import FakeRun
 from trl_fsdp_qlora.tools.planning.plan import (
     ACTIVATIONS,
     CACHE,

@@ -11,12 +11,12 @@ from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.cli.plan import plan as command
 from trl_fsdp_qlora.tools.cli.scripts import refuse_typos
-from trl_fsdp_qlora.tools.planning import largest, passes
+from trl_fsdp_qlora.tools.planning import largest
 from trl_fsdp_qlora.tools.planning import plan as module
+from trl_fsdp_qlora.tools.planning.fake_run import FakeRun, Padded
 from trl_fsdp_qlora.tools.planning.generation import choices
 from trl_fsdp_qlora.tools.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
 from trl_fsdp_qlora.tools.planning.launches import Launch
-from trl_fsdp_qlora.tools.planning.passes import FakeRun
 from trl_fsdp_qlora.tools.planning.plan import changed, make_plan, plan_recipe
 
 CPU = Hardware("a host", 2**40, 1, gpu=False)
@@ -28,7 +28,7 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     """Long prompts, short completions: generation needs most before its first token."""
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=1, compact_generation=False)
     plan = make_plan(run, hardware=CPU)
-    prefill = FakeRun(run, plan.config, False).measure(passes.Shape(8, 256, 0, False))
+    prefill = FakeRun(run, plan.config, False).padded_bytes(Padded(8, 256, 0), grad=False)
     prompts = 8 * 256 * 5 * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, heads, their size, bytes
     coming = sum(
         plan.phases["generate"].get(part, 0) for part in (module.ACTIVATIONS, module.CACHE, module.TOKEN_STEP)
@@ -107,11 +107,9 @@ def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=4, **fields)
     plan = make_plan(run, hardware=CPU)
     rows = run.per_device_train_batch_size
-    width = 260
-    shape = passes.Shape(1, 256 * run.groups + 4 * rows, 4 * rows, True)
     fake = FakeRun(run, plan.config, False)
-    first_step = fake.measure(shape, True)
-    compared = fake.measure(passes.Shape(1, width, 259, False), True)
+    first_step = fake.step_bytes(rows, 1)
+    compared = fake.padded_bytes(Padded(1, 260, 259), grad=True)
     assert plan.phases["forward_backward"][module.ACTIVATIONS] == compared > first_step
 
 

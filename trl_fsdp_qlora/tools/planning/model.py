@@ -14,10 +14,11 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ...compat import fake_forms
 from ...compat.peft import let_lora_adapt_packed_experts
 from ...compat.transformers import is_experts
+from ...fsdp2_qlora.grouped_product import fake_dense
 from ..recipe.checks import build_bare, with_adapter
-from . import fake_ops
 from .settings import Settings
 from .stored import Stored, stored_format
 
@@ -68,7 +69,7 @@ def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
         if not should_convert_module(name, list(stored.dense)):
             continue
         if type(module) is nn.Linear and module is not head and not stored.only_experts:
-            module.__class__ = fake_ops.PackedLinear
+            module.__class__ = fake_forms.PackedLinear
             module.weight, module.state_bytes = _pack(module.weight.shape, stored)
             module.compute_dtype = dtype
         elif is_experts(module):
@@ -104,6 +105,7 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
     Raises:
         ConfigError: the model cannot be built, or the LoRA targets match nothing.
     """
+    fake_forms.register_attention()
     config = copy.deepcopy(config)
     if layers is not None:
         keep_layers(config.get_text_config(), layers)
@@ -111,11 +113,11 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
     dtype = dtype_of(settings, config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            bare = build_bare(name, config, dtype=dtype, attn_implementation=fake_ops.ATTENTION)
+            bare = build_bare(name, config, dtype=dtype, attn_implementation=fake_forms.ATTENTION)
         except KeyError:  # Falcon and GPT-J look up their attention class in their own table
             bare = build_bare(name, config, dtype=dtype, attn_implementation="eager")
         for module in filter(is_experts, bare.modules()):
-            fake_ops.replace_experts(module)
+            fake_forms.replace_experts(module, fake_dense)
         stored = stored_format(settings.model, config)
         if stored is not None:
             _quantize(bare, dtype, stored)

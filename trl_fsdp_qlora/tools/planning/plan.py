@@ -15,12 +15,11 @@ from ...errors import UserError
 from ...fsdp2_qlora.generation import FREE_SHARE
 from ..recipe.checks import read_config
 from . import model
+from .fake_run import FakeRun, Padded
 from .generation import Engine, cache_bytes, plan_engine
 from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware
 from .launches import read_launch
-from .passes import FakeRun, Shape, scored_shape
 from .settings import Settings, from_words
-from .steps import loss_bytes
 from .stored import counted_dense
 
 ACTIVATIONS = "activations, head's tiles"
@@ -188,9 +187,8 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     # By phase: what comes and goes; what is there during the whole phase in addition to the weights; gathered weights.
     table = {"generate": (_generation(run), awake, in_a_rollout)}
     if settings.scores_again:
-        scored = run.measure(scored_shape(settings, gpu))
-        table["score"] = ({ACTIVATIONS: scored}, asleep, in_a_rollout)
-    loss = {ACTIVATIONS: loss_bytes(run)}
+        table["score"] = ({ACTIVATIONS: run.scoring_bytes()}, asleep, in_a_rollout)
+    loss = {ACTIVATIONS: run.loss_bytes()}
     table["forward_backward"] = (loss, {**gradients, **asleep}, in_a_layer)
     table["optimizer"] = ({}, {**gradients, UPDATE: update, **asleep}, 0)
 
@@ -215,7 +213,7 @@ def _generation(run: FakeRun) -> dict[str, int]:
     if settings.compact_generation:  # each distinct prompt is computed once
         rows = max(1, rows // settings.num_generations)
     # During the prefill the cache holds the prompts only. A token step has activations of one token per row only.
-    prefill = run.measure(Shape(rows, settings.prompt_tokens, 0, False)) + rows * prompt
+    prefill = run.padded_bytes(Padded(rows, settings.prompt_tokens, 0), grad=False) + rows * prompt
     return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
 
 
