@@ -1,12 +1,28 @@
-"""Writes docs/config.md from the config classes: python docs/config_reference.py. Run it after a field was changed."""
+"""Writes docs/config.md from the config classes, and the list of all commands' options from their parsers.
 
+    python docs/config_reference.py
+
+Run it after a field or an option was changed.
+"""
+
+import argparse
 import dataclasses
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
-from trl_fsdp_qlora.tools.cli.scripts import config_of
+from trl_fsdp_qlora.__main__ import COMMANDS
+from trl_fsdp_qlora.tools.cli.scripts import NOT_CHECKED, config_of
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.tools.recipe.keys import LIBRARIES, OPTIONS
 from trl_fsdp_qlora.trainers.config_fields import default_of, own_fields, type_name
 from trl_fsdp_qlora.trainers.methods import METHODS
+from trl_fsdp_qlora.utils.resources import resource_folder
 
 PAGE = Path(__file__).with_name("config.md")
 HEAD = """# Fields of the configs
@@ -60,7 +76,52 @@ def sections() -> list[tuple[str, str, list[str]]]:
     return [*tables, (ScriptArguments.__name__, about, recipe)]
 
 
+class _Parsed(Exception):
+    """A command has come as far as to its parser."""
+
+
+def options_of(command: str) -> list[str]:
+    """Names of the options of a command's parser, in the order of the alphabet."""
+    parse = argparse.ArgumentParser.parse_known_args
+    names = set()
+
+    def record(parser, *arguments, **options):
+        if not parser.add_help:  # it takes single options out of the command's words
+            return parse(parser, *arguments, **options)
+        names.update(action.dest for action in parser._actions if action.option_strings)
+        raise _Parsed
+
+    script = COMMANDS[command].script
+    run: Callable
+    if script is None:
+        module = import_module(f"trl_fsdp_qlora.{COMMANDS[command].module}")
+        function = getattr(module, COMMANDS[command].function)
+        run = lambda: function([])  # noqa: E731
+    else:
+        path = str(resource_folder("recipes") / f"{script}.py")
+        run = lambda: runpy.run_path(path, run_name="__main__")  # noqa: E731
+    with patch.object(argparse.ArgumentParser, "parse_known_args", record), patch.object(sys, "argv", [command]):
+        try:
+            run()
+        except _Parsed:
+            return sorted(names - {"config", "help"})
+    raise RuntimeError(f"{command} has parsed nothing")
+
+
+def all_options() -> dict:
+    """What `options.json` holds: names that all commands take which train are there once."""
+    commands = {name: options_of(name) for name in COMMANDS if name not in NOT_CHECKED}
+    trains = [set(names) for names in commands.values() if "num_train_epochs" in names]
+    shared = set.intersection(*trains)
+    for name, names in commands.items():
+        if shared <= set(names):
+            commands[name] = [option for option in names if option not in shared or option == "num_train_epochs"]
+    versions = {library: version(library) for library in LIBRARIES}
+    return {"versions": versions, "every trainer": sorted(shared), "commands": commands}
+
+
 if __name__ == "__main__":
+    OPTIONS.write_text(json.dumps(all_options(), indent=1) + "\n", encoding="utf-8")
     parts = [HEAD]
     for heading, about, lines in sections():
         head = f"## {heading}\n\n{about}\n\n| field | type | default | meaning |\n|---|---|---|---|"

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             hint = did_you_mean(name.replace("_", "-"), COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
             raise UserError(f"trl-fsdp-qlora has no command {name!r}{hint}")
         scripts = import_module(".tools.cli.scripts", __package__)
-        scripts.refuse_typos(name, command.module, command.script, words)
+        scripts.refuse_typos(name, words)
         # bitsandbytes warns about 4-bit products on a CPU whenever it is imported without another package. The warning
         # has nothing to do with the command.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

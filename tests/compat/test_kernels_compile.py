@@ -2,7 +2,7 @@
 
 Triton's own compiler and the assembler in its wheel need no GPU. What this shows: the code compiles, its registers
 suffice, its shared memory fits. It shows no time and no number. `python -m tests.compat.test_kernels_compile` prints
-the table of docs/gpu.md.
+the table of docs/launches.md.
 """
 
 import re

@@ -83,4 +83,4 @@ def test_the_command_that_trains_it_names_a_recipe_and_its_options(tmp_path, mon
     page.main()
     start, _, words = capsys.readouterr().out.rstrip().partition("train it: trl-fsdp-qlora grpo ")
     assert "is there already" in start and words.endswith(f" --model_name_or_path {tmp_path}")
-    refuse_typos("grpo", "tools.cli.scripts", "grpo", words.split())
+    refuse_typos("grpo", words.split())

@@ -1,7 +1,9 @@
-"""Comparing borrowed functions with the signatures they were written for."""
+"""Parameters of borrowed functions: compared with those they were written for, and read behind a patch."""
 
+import ast
 import functools
 import inspect
+import sys
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +21,21 @@ def misfits(owner: Any, expected: dict[str, str]) -> list[str]:
         if actual != parameters:
             problems.append(f"{name}: expected ({parameters}), found ({actual})")
     return problems
+
+
+def constructor_parameters(cls: type) -> list[str]:
+    """Names of the parameters of `cls.__init__`, in order, without `self`.
+
+    Trackers and profilers put a wrapper of `(self, *args, **kwargs)` in its place. The names are then those in the
+    source of the class.
+    """
+    parameters = inspect.signature(cls.__init__).parameters
+    if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
+        return list(parameters)[1:]
+    module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    definition = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    methods = {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
+    return [argument.arg for argument in methods["__init__"].args.args][1:]
 
 
 # Packages whose hooks and forwards leave what a model computes from a token as it is, so that they may come and go.

@@ -51,6 +51,7 @@ ATTRIBUTES = {
     "_logs": Seam("GRPO RLOO", "read"),
     "_metrics": Seam("GRPO RLOO DPO", "read"),
     "_pending_extra_logs": Seam("GRPO", "read", "dynamic_sampling"),
+    "_pending_metrics": Seam("GRPO", "read", "log_metric in draws of rollouts_ahead"),
     "_step": Seam("GRPO RLOO", "read, written"),
     "_sync_tool_dicts": Seam("GRPO", "replaced", "tool_timeout"),
     "_tokenizer": Seam("GRPO RLOO", "read, replaced", "a tokenizer for each thread, with rollouts_ahead"),

@@ -171,3 +171,24 @@ class OnPolicyConfig(EfficientConfig):
         "for every token; 'auto': once, if it fits into half of the free memory of every rank.",
         choices=("auto", "once", "per_layer"),
     )
+
+    def __post_init__(self):
+        is_named = self.generation_batch_size is not None
+        steps = "gradient_accumulation_steps" if self.steps_per_generation is None else "steps_per_generation"
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if is_named or not str(error).startswith("generation_batch_size"):
+                raise
+            # TRL's message names `generation_batch_size` alone, which most configs leave to TRL.
+            raise ValueError(self._why_no_whole_groups(steps)) from None
+
+    def _why_no_whole_groups(self, steps: str) -> str:
+        """A line with the fields of which a generation batch is made; `steps` is that with the micro-batches."""
+        size = f"per_device_train_batch_size {self.per_device_train_batch_size} × {steps} {vars(self)[steps]}"
+        if self.world_size > 1:
+            size += f" × {self.world_size} processes"
+        return (
+            f"a generation batch has {self.generation_batch_size} completions ({size}), and num_generations="
+            f"{self.num_generations} does not divide them: change one of these"
+        )

@@ -1,6 +1,5 @@
 """`TrainerRun`: starting, saving, loading and logging, the same for every trainer of this package."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import is_peft
@@ -22,20 +21,16 @@ from ..prefix_sharing.sharing import PromptSharing, causal_language_model, insta
 from ..utils.files import naming_full_disk
 from ..utils.plain import counted
 from ..utils.replaced import replaced
+from ..utils.threads import fitted_threads
 from .reporting.card_info import CardInfo
 from .reporting.phases import PhaseTimer, TelemetryCallback
 from .reporting.startup import StartupCallback
 from .saving.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
+from .saving.running import marked_as_running
 from .saving.stopping import stopping_after_step
+from .starting.same_weights import check_nodes
 
 logger = get_logger(__name__)
-
-
-def bound_to(stock: type, positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor call by the names that they have in TRL's trainer `stock`."""
-    arguments = inspect.signature(stock.__init__).bind(None, *positional, **named).arguments
-    del arguments["self"]
-    return arguments
 
 
 class TrainerRun(ShardedQLoRAMixin):
@@ -63,6 +58,7 @@ class TrainerRun(ShardedQLoRAMixin):
         self.has_environments = call.get("environment_factory") is not None  # of GRPO
         with experts_in_4bit():
             super().__init__(**call)
+        check_nodes(self.model, self.accelerator)
         keep_plain_kernel(self.model)
         take_checkpointing_options_apart(causal_language_model(self.model))
         for model in filter(None, (self.model, getattr(self, "ref_model", None))):
@@ -113,6 +109,8 @@ class TrainerRun(ShardedQLoRAMixin):
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """Train as [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if any.
 
+        A small model on a CPU trains on one thread, see [`trl_fsdp_qlora.utils.threads.fit_threads`].
+
         SIGINT and SIGTERM end it between two steps, see
         [`trl_fsdp_qlora.trainers.saving.stopping.stopping_after_step`].
 
@@ -120,7 +118,9 @@ class TrainerRun(ShardedQLoRAMixin):
             trl_fsdp_qlora.utils.files.CheckpointError: see
             [`trl_fsdp_qlora.trainers.saving.checkpoints.WholeCheckpoints`].
         """
-        with stopping_after_step(self, self.resume_command):
+        saves = self.args.process_index == 0 and self.args.save_strategy != SaveStrategy.NO
+        mark = marked_as_running(self.args.output_dir) if saves else nullcontext()
+        with mark, fitted_threads(self.model), stopping_after_step(self, self.resume_command):
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *further):
@@ -165,7 +165,7 @@ class TrainerRun(ShardedQLoRAMixin):
         """Called after the backward of a micro-batch's loss; runs what is left of it if the micro-batch was cut."""
 
     def evaluate(self, *args, **kwargs):
-        with self.clock.phase("evaluate"), self._fast_products():
+        with self.clock.phase("evaluate"), fitted_threads(self.model), self._fast_products():
             return super().evaluate(*args, **kwargs)
 
     # --- saving ------------------------------------------------------------------------------------------------------

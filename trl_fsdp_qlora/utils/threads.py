@@ -1,5 +1,8 @@
 """The number of threads that a model gets on a CPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 SMALL = 10_000_000  # parameters
@@ -15,3 +18,14 @@ def fit_threads(model: torch.nn.Module) -> None:
     parameters = list(model.parameters())
     if all(each.device.type == "cpu" for each in parameters) and sum(each.numel() for each in parameters) < SMALL:
         torch.set_num_threads(1)
+
+
+@contextmanager
+def fitted_threads(model: torch.nn.Module) -> Iterator[None]:
+    """[`fit_threads`] in the block; afterwards torch has as many threads as before."""
+    before = torch.get_num_threads()
+    fit_threads(model)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

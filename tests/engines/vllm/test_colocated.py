@@ -2,6 +2,8 @@
 shows.
 """
 
+import re
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -12,7 +14,7 @@ from tests import tiny
 from tests.engines.vllm.runs import figures, grpo, on_quantized
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.engines.decode.completions import EngineModel, generate
-from trl_fsdp_qlora.engines.vllm.adapter_sync import AdapterVersions
+from trl_fsdp_qlora.engines.vllm.adapter_sync import AdapterVersions, RolloutError
 from trl_fsdp_qlora.engines.vllm.engine import AdapterEngine
 
 pytestmark = pytest.mark.vllm
@@ -139,7 +141,7 @@ def test_a_wrong_adapter_shows_in_the_metric(start, fault):
     assert differences[0] < 1e-5 and differences[-1] > 1e-3
 
 
-def test_another_base_shows_in_the_metric(start, another_base, monkeypatch):
+def test_another_base_ends_the_run_at_the_first_sync(start, another_base, monkeypatch):
     begin = AdapterEngine._start_colocated
 
     def wrong(engine):
@@ -149,9 +151,10 @@ def test_another_base_shows_in_the_metric(start, another_base, monkeypatch):
     monkeypatch.setattr(AdapterEngine, "_start_colocated", wrong)
     # As many tokens as are judged, of completions whose rewards are all equal.
     whole = {"generation_kwargs": {"ignore_eos": True}, "skip_zero_advantage": False}
-    trainer = start(per_device_train_batch_size=16, max_steps=1, **whole)
-    trainer.train()
-    assert figures(trainer, DIFFERENCE)[0] > 1 and trainer.weight_sync_check.warned
+    trainer = start(per_device_train_batch_size=16, **whole)
+    with pytest.raises(RolloutError, match=re.escape(another_base)):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def served(checkpoint, folder, scale, **changes):

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from tests import tiny
 from tests.engines.vllm.runs import figures, grpo
-from tests.engines.vllm.test_shared_base import DIFFERENCE, args, drawn_logps
+from tests.experimental.one_base.test_shared_base import DIFFERENCE, args, drawn_logps
 from trl_fsdp_qlora.engines.vllm.adapter_sync import AdapterVersions
 from trl_fsdp_qlora.engines.vllm.engine import AdapterEngine, why_not_shared
 from trl_fsdp_qlora.trainers.experimental_fields import experiment

@@ -2,6 +2,8 @@
 was sent.
 """
 
+from types import SimpleNamespace
+
 import torch
 from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -15,6 +17,7 @@ class WholeEngine(AdapterEngine):
     `policy`.
     """
 
+    vllm_client = SimpleNamespace(base_url="http://stand-in", get_server_info=dict)  # nothing is sent to it
     end = 1  # what min_tokens bans; none of the random tokens
 
     def __init__(self, policy: PeftModel, **options):

@@ -160,7 +160,7 @@ def test_the_exit_status_says_whether_it_fits(tiny, monkeypatch, capsys):
 
 def test_a_recipe_with_a_teacher_is_refused_in_one_line():
     with pytest.raises(UserError, match="is a recipe of distillation; this command takes those of grpo"):
-        refuse_typos("plan", "tools.cli.plan", None, ["--config", "small-base/distillation/quickstart"])
+        refuse_typos("plan", ["--config", "small-base/distillation/quickstart"])
 
 
 def test_hardware_by_name_and_by_memory():

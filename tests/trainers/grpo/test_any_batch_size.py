@@ -8,7 +8,7 @@ from tests.tiny import these_first
 from trl_fsdp_qlora.prefix_sharing import check, passes
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
-from .test_equals_stock import assert_equal_runs
+from .test_trainer import assert_equal_runs
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_micro_batch_that_is_too_long_is_cut(tmp_path, steps, tokens_per_pass)
     assert steps and max(per_pass for _, per_pass, _ in steps) < 1
 
 
-# `tests/trainers/sharing/test_cut_losses.py` has the gradients of all losses.
+# `tests/trainers/step/test_step_scores.py` has the gradients of all losses.
 @pytest.mark.parametrize("loss_type, rows, tokens_per_pass", [("dapo", 8, 25), ("vespo", 1, None)])
 def test_loss_types(tmp_path, steps, loss_type, rows, tokens_per_pass):
     assert_equal_runs(tmp_path, ours_alone={"tokens_per_pass": tokens_per_pass}, **cut(rows, loss_type=loss_type))

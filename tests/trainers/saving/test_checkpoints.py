@@ -187,7 +187,7 @@ def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):
     with writer.writing(tmp_path / "checkpoint-2", state, {}):
         make_files(staging / "checkpoint-2", 2)
     assert not staging.exists() and why_not_whole(tmp_path / "checkpoint-2") is None
-    with pytest.raises(OSError, match="no space left"), writer.writing(tmp_path / "checkpoint-3", state, {}):
+    with pytest.raises(CheckpointError, match="no space left"), writer.writing(tmp_path / "checkpoint-3", state, {}):
         raise OSError("no space left")
     assert not staging.exists() and not (tmp_path / "checkpoint-3").exists()
 

@@ -13,10 +13,9 @@ from tests.prefix_sharing.helpers import build, closed
 from tests.tiny import these_first
 from tests.trainers.helpers import make_trainer
 from tests.trainers.sharing.test_equals_stock import lora
+from tests.trainers.step.test_step_scores import inputs_of, short_beginnings, sliced, step_gradients  # noqa: F401 (a fixture)
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import passes
-
-from .test_cut_losses import inputs_of, short_beginnings, sliced, step_gradients  # noqa: F401 (a fixture)
 
 # Micro-batches, and the passes of the whole step.
 CUTS = [(12, 1), (12, 3), (12, 12), (1, 3), (1, 12)]

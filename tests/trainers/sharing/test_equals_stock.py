@@ -86,7 +86,7 @@ def test_loss_of_text_through_classes_that_could_take_images(name, tmp_path):
 
 @pytest.mark.parametrize("make", ["falcon_h1", MULTIMODAL["qwen3_5"]], ids=["recurrent", "multimodal, recurrent"])
 def test_training(make, tmp_path):
-    """`tests/trainers/grpo/test_equals_stock.py` has runs with attention alone, with all loss types and options."""
+    """`tests/trainers/grpo/test_trainer.py` has runs with attention alone, with all loss types and options."""
     build(make).save_pretrained(tmp_path / "base")
     options = {"max_steps": 3, "eval_steps": 2, "eval_strategy": "steps", "beta": 0.1, "num_iterations": 2}
     runs = []

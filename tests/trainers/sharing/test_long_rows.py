@@ -7,7 +7,7 @@ import pytest
 from tests.long_rows.test_tiles import TILE, TOLERANCE, calls  # noqa: F401
 from tests.prefix_sharing.helpers import assert_equal_gradients
 from tests.tiny import these_first
-from tests.trainers.sharing import test_cut_losses as cut_losses
+from tests.trainers.step import test_step_scores as cut_losses
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientGRPOConfig
 from trl_fsdp_qlora.long_rows.tiles import install, remove
 

@@ -7,12 +7,14 @@ one.
 
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 
 from ...compat.trl_rollouts import IMPORTANCE_RATIO, SAMPLED_LOGPS, SAMPLING_METRICS
+from .adapter_sync import RolloutError
 from .sync_choice import truncations
 
 logger = get_logger(__name__)
@@ -61,6 +63,7 @@ def importance_weights(
 
 # Mean |engine - trainer| in nats. Of SmolLM2-135M's own samples: bf16 0.04, fp8 weights 0.14, fp8 activations too 0.19
 # to 0.22, 4-bit weights 0.72, untrained weights 8.0 (dev/LOG.md, 2026-11-22); larger models round less.
+OTHER_MODEL = 1.0  # an error after the first sync: no rounding gives that, and nothing is learned from it
 HIGH = 0.1  # a warning
 # A difference that has grown tenfold since the first sync is a warning too (a stale adapter), unless it is small.
 GROWN = 10.0
@@ -139,19 +142,38 @@ class WeightSyncCheck:
             nothing.
         draws_ahead: whether batches after the first come from an older policy, which differs by what was learnt since.
             Then only the first is compared, and a policy that moves far is warned of.
+        trained: name of the policy's base.
+        served: returns the name of the model that vLLM serves; `None` if its log-probabilities do not show which.
     """
 
-    def __init__(self, is_enabled: bool, draws_ahead: bool = False):
+    def __init__(
+        self,
+        is_enabled: bool,
+        draws_ahead: bool = False,
+        trained: str = "",
+        served: Callable[[], str | None] = lambda: None,
+    ):
         self.is_enabled = is_enabled
         self.draws_ahead = draws_ahead
+        self.trained = trained
+        self._served = served
         self.warned = False
         self.first: float | None = None  # mean after the first sync, once there are enough tokens
         self._moved: deque[float] = deque(maxlen=GENERATIONS)
         self._tokens = 0.0
         self._total = 0.0
 
+    @property
+    def awaits_first(self) -> bool:
+        """Whether the next batch has to be checked before an optimizer step is made of it."""
+        return self.is_enabled and self.first is None
+
     def __call__(self, tokens: float, total: float) -> None:
-        """Check a batch of `tokens` tokens on all ranks, with `total` as their Σ|engine − trainer|."""
+        """Check a batch of `tokens` tokens on all ranks, with `total` as their Σ|engine − trainer|.
+
+        Raises:
+            RolloutError: after the first sync, if the engine holds another model.
+        """
         # An overflow of the policy is no error of vLLM.
         if not self.is_enabled or not tokens or not math.isfinite(total):
             return
@@ -162,6 +184,7 @@ class WeightSyncCheck:
             if self._tokens < ENOUGH_TOKENS:
                 return
             self.first = self._total / self._tokens
+            self._refuse_other_model(self.first)
         if self.draws_ahead and not is_first:
             self._moved.append(total / tokens)
             if len(self._moved) == GENERATIONS and sum(self._moved) / GENERATIONS > MOVEMENT and not self.warned:
@@ -179,5 +202,15 @@ class WeightSyncCheck:
                 f"vLLM's log-probabilities differ from the trainer's by {total / tokens:.3g} nats on average (after "
                 f"the first sync: {self.first:.3g}). bf16 makes 0.04 or less; more hints at an adapter that vLLM did "
                 "not take, at another precision there or, at a temperature, at a server without --logprobs-mode "
-                "processed_logprobs; more than 1 at another model (sampling/sampling_logp_difference/mean)"
+                "processed_logprobs (sampling/sampling_logp_difference/mean)"
             )
+
+    def _refuse_other_model(self, mean: float) -> None:
+        served = self._served() if mean >= OTHER_MODEL else None
+        if served is None:
+            return
+        raise RolloutError(
+            f"vLLM serves {served}, and {self.trained} is trained: their log-probabilities differ by {mean:.3g} nats "
+            "per token, which no rounding gives. Serve the model that is trained; if the names are the same, vLLM "
+            "ignores the adapter or its files are others"
+        )

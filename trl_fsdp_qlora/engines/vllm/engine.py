@@ -101,6 +101,25 @@ def _options_of(client: VLLMClient) -> dict[str, Any]:
     return response.json()["vllm_config"]
 
 
+def served_model(generation: VLLMGeneration, temperature: float) -> str | None:
+    """The model that an engine or its server draws from. Collective.
+
+    It is `None` for a server that returns log-probabilities before the temperature: those differ from the trainer's
+    for the same model, too.
+    """
+
+    def ask_server() -> str | None:  # on the main rank, which alone has TRL's client
+        options = _options_of(generation.vllm_client).get("model_config") or {}
+        if temperature != 1.0 and options.get("logprobs_mode") != "processed_logprobs":
+            return None
+        return f"{base or options.get('model') or 'another model'} at {generation.vllm_client.base_url}"
+
+    base = getattr(generation, "base", None)  # of our engine
+    if generation.mode == "server":
+        return on_main(ask_server)
+    return base or generation.model.name_or_path
+
+
 class AdapterServer(VLLMClient):
     """TRL's client of a vLLM server, for a server that loads adapters.
 

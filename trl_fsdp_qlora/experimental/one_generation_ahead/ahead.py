@@ -11,8 +11,9 @@ So the server holds one version of the policy at a time, and a step takes as lon
 batch comes from the policy of one generation ago. TRL's importance weights correct for that: the log-probabilities of
 the server are kept with the batch, and the trainer's are computed by the policy that trains on it.
 
-What is drawn is the whole of TRL's rollout: turns, tools, environments, a user's `rollout_func` (`drawing.py`). Each
-rank draws its own episodes and asks the server by itself. Collectives are on the main thread.
+What is drawn is the whole of TRL's rollout: turns, tools, environments, a user's `rollout_func` (`drawing.py`), by the
+methods of the trainer's class. Each rank draws its own episodes and asks the server by itself. Collectives are on the
+main thread.
 """
 
 import json
@@ -29,9 +30,10 @@ from accelerate.utils import gather_object
 from ...compat.trl import GRPOTrainer
 from ...compat.trl_rollouts import Generated
 from ...engines.vllm.adapter_sync import RolloutError
+from ...errors import UserError
 from ...trainers.rollouts.generation_batches import generate_every
 from ...utils.replaced import replaced
-from .drawing import Drawing
+from .drawing import Drawing, Drawn, Figures
 from .upcoming import UpcomingRows
 
 logger = get_logger(__name__)
@@ -42,6 +44,10 @@ _SETTINGS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length",
     "structured_outputs_regex", "generation_kwargs",
 )  # fmt: skip
+# Methods that draw. One that is set on a trainer's object may use the object, which a thread must not do.
+_DRAWING_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "_tokenize_prompts")
+# Methods that a generation batch passes on its way from the data loader.
+_PASSING_METHODS = ("get_batch_samples", "training_step", "_prepare_inputs", "_generate_and_score_completions")
 
 
 def check_config(args: Any) -> None:
@@ -76,11 +82,7 @@ class Batch:
         step: optimizer steps that the policy which draws it has behind it.
 
     Attributes:
-        generated: what TRL's `_generate` returned; `None` as long as it has not.
-        tool_calls: how many there were, and how many of them failed.
-        prompts: what TRL gave to `_generate`, with the environments' first observations; `None` if a checkpoint kept
-            the batch, and TRL then makes them from the rows again.
-        environments: one for each completion, for the rewards; `None` without.
+        drawn: the batch; `None` as long as it is not there.
         error: why nothing was drawn.
         asked_at, answered_at: moments on the host's clock; `None` if another process drew the batch.
         is_forgotten: the thread asks the server for nothing more.
@@ -89,11 +91,8 @@ class Batch:
     def __init__(self, asked: str, step: int):
         self.asked = asked
         self.step = step
-        self.generated: Generated | None = None
-        self.tool_calls = (0, 0)
-        self.prompts: list | None = None
-        self.environments: list | None = None
-        self.error: Exception | None = None
+        self.drawn: Drawn | None = None
+        self.error: BaseException | None = None
         self.asked_at: float | None = None
         self.answered_at: float | None = None
         self.is_forgotten = False
@@ -108,8 +107,10 @@ class Batch:
 
         def draw() -> None:
             try:
-                self.generated, self.tool_calls, self.prompts, self.environments = drawing.draw(drawer, rows)
-            except Exception as error:  # raised on every rank when the batch is needed
+                self.drawn = drawing.draw(drawer, rows)
+            # Raised on every rank when the batch is needed. So are the SystemExit of a tool's argparse and asyncio's
+            # CancelledError, which are no `Exception` and end a run in turns, too.
+            except BaseException as error:
                 self.error = error
             self.answered_at = time.perf_counter()
             self._ended.set()
@@ -126,18 +127,34 @@ class Batch:
         Raises:
             TypeError: it holds something that JSON does not.
         """
-        generated = self.generated._asdict()
+        drawn = self.drawn
+        generated = drawn.generated._asdict()
         if self._images_are_in_rows:
             del generated["images"]  # TRL then takes those of the rows
-        kept = {"asked": self.asked, "step": self.step, "tool_calls": self.tool_calls}
-        return json.dumps({**kept, "generated": generated})
+        return json.dumps(
+            {
+                "asked": self.asked,
+                "step": self.step,
+                "generated": generated,
+                "figures": drawn.figures,
+                "metrics": drawn.metrics,
+                "pending": drawn.pending,
+            }
+        )
 
     @classmethod
     def kept(cls, kept: dict[str, Any]) -> "Batch":
         """The batch of which [`text`] has `kept`."""
         batch = cls(kept["asked"], kept["step"])
-        batch.tool_calls = tuple(kept["tool_calls"])
-        batch.generated = Generated(**{"images": None, **kept["generated"]})
+        batch.drawn = Drawn(
+            generated=Generated(**{"images": None, **kept["generated"]}),
+            prompts=None,
+            environments=None,
+            figures=[Figures(*figures) for figures in kept["figures"]],
+            metrics=kept["metrics"],
+            pending=kept["pending"],
+            attributes={},
+        )
         batch._ended.set()
         return batch
 
@@ -165,7 +182,17 @@ class RolloutsAhead:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Inside the block batches are drawn ahead; what is in flight at its end, however it ends, is forgotten."""
+        """Inside the block batches are drawn ahead; what is in flight at its end, however it ends, is forgotten.
+
+        Raises:
+            UserError: a method by which a draw is made was replaced on the trainer itself.
+        """
+        names = [name for name in _DRAWING_METHODS if name in vars(self.trainer)]
+        if names:
+            raise UserError(
+                f"rollouts_ahead=1 with {', '.join(names)} set on the trainer: a thread draws, and what is set on "
+                "an object may use the object. Override it in a subclass of the trainer, or set rollouts_ahead: 0"
+            )
         self.stop()
         try:
             yield
@@ -186,7 +213,7 @@ class RolloutsAhead:
     def reading(self, micro_batches: Iterator) -> UpcomingRows:
         """The micro-batches of a data loader, at the beginning of an optimizer step; they can be looked at earlier."""
         if self.upcoming is None or self.upcoming.micro_batches is not micro_batches:
-            self.upcoming = UpcomingRows(micro_batches)
+            self.upcoming = UpcomingRows(micro_batches, _digest_of_rows)
         self.upcoming.begin_step()
         return self.upcoming
 
@@ -201,7 +228,8 @@ class RolloutsAhead:
         with self.trainer.clock.phase("generate"):
             batch = self._take(rows)
         # Environments have begun and ended their episodes, so TRL gets others to reset.
-        environments = {} if batch.environments is None else {"_environment_pool": self.drawing.resting(len(rows))}
+        played = batch.drawn.environments is not None
+        environments = {"_environment_pool": self.drawing.resting(len(rows))} if played else {}
         waiting = [batch]
 
         def generate(prompts: list):
@@ -213,13 +241,18 @@ class RolloutsAhead:
             yield
 
     def _take(self, rows: list[dict[str, Any]]) -> Batch:
+        """The batch for `rows`, and the next one is asked for. Collective."""
         trainer = self.trainer
         self._settle()
         if trainer.state.global_step != trainer._last_loaded_step:
             trainer.vllm_generation.sync_weights()
             trainer._last_loaded_step = trainer.state.global_step
         is_for_rows = self.batch is not None and self.batch.asked == self._digest(rows)
-        if not all(gather_object([is_for_rows])):
+        by_rank = gather_object([(is_for_rows, self._why_rows_differ(rows))])
+        reasons = [reason for _, reason in by_rank if reason is not None]
+        if reasons:
+            raise UserError(reasons[0])
+        if not all(is_for_rows for is_for_rows, _ in by_rank):
             if self.batch is not None:
                 logger.warning(
                     "the generation batch that was drawn ahead is for other prompts or other sampling settings than "
@@ -228,6 +261,7 @@ class RolloutsAhead:
             self._begin(rows)
             self._settle()
         batch = self.batch
+        self._take_attributes(batch.drawn)
         metrics = {"sampling/staleness": float(trainer.state.global_step - batch.step)}
         if batch.answered_at is not None:
             metrics["time/server_draw_s"] = batch.answered_at - batch.asked_at
@@ -239,6 +273,38 @@ class RolloutsAhead:
                 metrics["time/server_idle_s"] = self.batch.asked_at - batch.answered_at
         trainer._add_metrics(metrics)
         return batch
+
+    def _why_rows_differ(self, rows: list[dict[str, Any]]) -> str | None:
+        """Why a run cannot be drawn ahead: its first rows were changed on their way from the data loader."""
+        trainer = self.trainer
+        if self.upcoming is None or self.upcoming.digests is None:
+            return None
+        read = self.upcoming.digests[trainer._step - trainer.first_micro_batch]
+        self.upcoming.digests = None  # the first generation of a run is looked at
+        if read == _digest_of_rows(rows):
+            return None
+        methods = " or ".join(_users_methods(trainer, _PASSING_METHODS)) or type(trainer).__name__
+        return (
+            f"rollouts_ahead=1: {methods} changes the rows of the data loader, so each batch would be drawn twice, "
+            "for the rows as they are read and for the changed ones. Change them in the dataset or by a data "
+            "collator, or set rollouts_ahead: 0"
+        )
+
+    def _take_attributes(self, drawn: Drawn) -> None:
+        """Set what the draw has set; before the next batch is asked for, whose draw then continues from it."""
+        if not drawn.attributes:
+            return
+        names = ", ".join(f"{type(self.trainer).__name__}.{name}" for name in sorted(drawn.attributes))
+        logger.warning_once(
+            f"rollouts_ahead: a draw sets {names}; the value comes back with the batch, one generation after it was "
+            "drawn (what is changed in place, such as a list, is seen at once)"
+        )
+        lost = self.drawing.take_attributes(drawn)
+        if lost:
+            logger.warning_once(
+                f"rollouts_ahead: {', '.join(lost)} was set by a draw and by the training beside it; the value of the "
+                "draw is lost"
+            )
 
     def _begin(self, rows: list[dict[str, Any]]) -> None:
         self.batch = Batch(self._digest(rows), self.trainer.state.global_step)
@@ -260,25 +326,35 @@ class RolloutsAhead:
     def _hand_in(self, batch: Batch, prompts: list) -> tuple:
         """TRL's `_generate`: its figures of all ranks are taken, and the batch is returned."""
         trainer = self.trainer
-        if batch.prompts is not None:
-            prompts[:] = batch.prompts  # TRL continues with this list
-        trainer.environments = batch.environments
-        drawn = batch.generated
+        drawn = batch.drawn
+        if drawn.prompts is not None:
+            prompts[:] = drawn.prompts  # TRL continues with this list
+        trainer.environments = drawn.environments
+        metrics = trainer._metrics["train"]
+        before = {name: list(values) for name, values in metrics.items()}
+        for figures in drawn.figures:
+            self._log_figures(figures)
+        self.drawing.take_metrics(drawn, logged={name for name in metrics if metrics[name] != before.get(name)})
+        return tuple(drawn.generated)
+
+    def _log_figures(self, figures: Figures) -> None:
+        """Let TRL's `_generate` log the figures of a call that a thread has made, over all ranks. Collective."""
+        count = len(figures.completion_ids)
         rollout = {
-            "prompt_ids": drawn.prompt_ids,
-            "completion_ids": drawn.completion_ids,
-            "logprobs": drawn.logprobs,
-            "env_mask": drawn.tool_mask,
+            "prompt_ids": figures.prompt_ids,
+            "completion_ids": figures.completion_ids,
+            "logprobs": None,
+            "env_mask": figures.tool_mask,
         }
-        episodes = (drawn.tool_mask, drawn.completions, drawn.completion_ids, drawn.logprobs, *batch.tool_calls, [])
+        calls_and_failures = (figures.tool_calls, figures.tool_failures)
+        episodes = (figures.tool_mask, [""] * count, figures.completion_ids, None, *calls_and_failures, [])
         finished = {"rollout_func": lambda *_: rollout, "_tool_call_loop": lambda *_: episodes}
-        with trainer.clock.phase("generate"), replaced(trainer, **finished):
-            GRPOTrainer._generate(trainer, [""] * len(prompts))
-        return tuple(drawn)
+        with self.trainer.clock.phase("generate"), replaced(self.trainer, **finished):
+            GRPOTrainer._generate(self.trainer, [""] * count)
 
     def _digest(self, rows: list[dict[str, Any]]) -> str:
         settings = [vars(self.trainer.vllm_generation).get(name) for name in _SETTINGS]
-        return xxhash.xxh3_128_hexdigest(json.dumps([settings, list(rows)], default=_fingerprint).encode())
+        return f"{json.dumps(settings, default=str)} {_digest_of_rows(rows)}"
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
@@ -326,7 +402,9 @@ class RolloutsAhead:
                 elif not self.batch.wait(limit):
                     reason = f"it was not drawn within rollouts_ahead_save_timeout={limit:g} seconds"
                 elif self.batch.error is not None:  # it is raised when the batch is needed
-                    reason = str(self.batch.error)
+                    reason = f"{type(self.batch.error).__name__}: {self.batch.error}"
+                elif self.batch.drawn.attributes:
+                    reason = f"its draw has set {', '.join(self.batch.drawn.attributes)} on the trainer"
                 else:
                     try:
                         text = self.batch.text()
@@ -345,8 +423,22 @@ class RolloutsAhead:
         """Continue with the batch that [`state`] kept."""
         self.stop()
         kept = {} if state is None else json.loads(state)
-        if "generated" in kept:  # an earlier version kept the server's answer, which is drawn again
+        if "figures" in kept:  # an earlier version kept something else, and the batch is drawn again
             self.batch = Batch.kept(kept)
+
+
+def _users_methods(trainer: Any, names: tuple[str, ...]) -> list[str]:
+    """Which methods of these names are a user's: of classes before this package's, or set on the trainer."""
+    methods = [f"{name} (set on the trainer)" for name in names if name in vars(trainer)]
+    for cls in type(trainer).__mro__:
+        if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            break
+        methods += [f"{cls.__name__}.{name}" for name in names if name in vars(cls)]
+    return methods
+
+
+def _digest_of_rows(rows: list[dict[str, Any]]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(list(rows), default=_fingerprint).encode())
 
 
 def _fingerprint(value: Any) -> str:

@@ -1,7 +1,8 @@
 """TRL's rollout in a thread: what a trainer changes while it draws is a copy, and no rank waits for another.
 
-TRL's own methods draw. They run on a copy of the trainer (a *drawer*), which has its own engine, environments, metrics
-and tokenizer, and which is the only rank that it knows.
+TRL's methods draw, or those of a user's subclass. They run on a copy of the trainer (a *drawer*), which has its own
+engine, environments, metrics and tokenizer, and which is the only rank that it knows. What they write on the copy
+comes back with the batch ([`Drawn`]).
 """
 
 import asyncio
@@ -10,15 +11,56 @@ import inspect
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...compat.trl import GRPOTrainer, VLLMClient
 from ...compat.trl_rollouts import Generated, with_names
+from ...engines.decode.rollout import Rollout
 from ...engines.vllm.adapter_sync import RolloutError
 from ...utils.nonfatal import nonfatal
+
+# Lists by name that reward functions, tools and a `rollout_func` add to, through TRL's `log_metric` and `log_extra`.
+_PENDING = ("_pending_metrics", "_pending_extra_logs")
+_ABSENT = object()
+
+
+class Figures(NamedTuple):
+    """What a call of TRL's `_generate` logs its figures from, on this rank; a subclass may call it several times."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_mask: list[list[int]] | None
+    tool_calls: int
+    tool_failures: int
+
+
+@dataclass
+class Drawn:
+    """A generation batch of this rank, and what its draw wrote on the drawer.
+
+    Attributes:
+        generated: the result of `_generate`.
+        prompts: what TRL gave to `_generate`, with the environments' first observations; `None` if a checkpoint kept
+            the batch, and TRL then makes them from the rows again.
+        environments: one for each completion, for the rewards; `None` without.
+        figures: of each call of TRL's own `_generate`.
+        metrics: values that were added to the trainer's `_metrics`, those of `figures` among them.
+        pending: values by the name of one of the attributes `_PENDING`, and by their own name.
+        attributes: other attributes that were set: their values before the draw and after it.
+    """
+
+    generated: Generated
+    prompts: list | None
+    environments: list | None
+    figures: list[Figures]
+    metrics: dict[str, list]
+    pending: dict[str, dict[str, list]]
+    attributes: dict[str, tuple[Any, Any]]
 
 
 class _Instead:
@@ -73,11 +115,18 @@ class Drawing:
             trainer.accelerator,
             device=torch.device("cpu"),
             gather=lambda tensor: tensor,
+            reduce=lambda tensor, **_: tensor,
             is_main_process=True,
             process_index=0,
             num_processes=1,
         )
+        # The model of this process draws nothing, and its passes and phases belong to the main thread.
+        drawer.rollout = Rollout(trainer.args, drawer.accelerator, trainer._dist)
+        drawer.sharing = _Instead(trainer.sharing, original_attention=nullcontext)
+        drawer.clock = _Instead(trainer.clock, phase=lambda name: nullcontext())
         drawer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
+        for name in vars(trainer).keys() & set(_PENDING):
+            setattr(drawer, name, defaultdict(list))
         drawer._last_loaded_step = trainer.state.global_step  # so TRL sends nothing
         # A rank may hold a part of a group.
         drawer.num_generations = math.gcd(len(rows), trainer.num_generations)
@@ -116,21 +165,58 @@ class Drawing:
         engine.generate = generate
         return engine
 
-    def draw(self, drawer: Any, rows: list[dict[str, Any]]) -> tuple[Generated, tuple[int, int], list, list | None]:
-        """Draw for `rows`: the result of `_generate`, tool calls and their failures, prompts, environments."""
+    def draw(self, drawer: Any, rows: list[dict[str, Any]]) -> Drawn:
+        """Draw for `rows`, in any thread."""
+        figures: list[Figures] = []
+        metrics = drawer._metrics["train"]
+        drawer._note_generated = lambda generated: figures.append(_figures_of(Generated(*generated), metrics))
+        generate = drawer._generate  # by the trainer's class, which may be a user's
 
-        def generate(prompts: list):
-            raise _Drawn(prompts, Generated(*GRPOTrainer._generate(drawer, prompts)))
+        before = {}
 
-        drawer._generate = generate
+        def generate_alone(prompts: list):
+            before.update(vars(drawer))  # here TRL has set environments and tools
+            raise _Drawn(prompts, Generated(*generate(prompts)))
+
+        drawer._generate = generate_alone
         try:
             GRPOTrainer._generate_and_score_completions(drawer, rows)
         except _Drawn as drawn:
             prompts, generated = drawn.args
-        shares = {name: values[-1] for name, values in drawer._metrics["train"].items()}
-        calls = round(shares.get("tools/call_frequency", 0.0) * len(prompts))
-        failures = round(shares.get("tools/failure_frequency", 0.0) * calls)
-        return generated, (calls, failures), prompts, drawer.environments
+        after = vars(drawer)
+        return Drawn(
+            generated=generated,
+            prompts=prompts,
+            environments=drawer.environments,
+            figures=figures,
+            metrics=dict(metrics),
+            pending={name: dict(after[name]) for name in after.keys() & set(_PENDING)},
+            attributes={
+                name: (before.get(name, _ABSENT), value)
+                for name, value in after.items()
+                if before.get(name, _ABSENT) is not value
+            },
+        )
+
+    def take_attributes(self, drawn: Drawn) -> list[str]:
+        """Set on the trainer what a draw has set on the drawer; returns names that were set on both meanwhile."""
+        current = vars(self.trainer)
+        lost = []
+        for name, (before, after) in drawn.attributes.items():
+            if current.get(name, _ABSENT) is before:
+                setattr(self.trainer, name, after)
+            else:
+                lost.append(name)
+        return lost
+
+    def take_metrics(self, drawn: Drawn, logged: set[str]) -> None:
+        """Add what a draw has added to the trainer's metrics, except for those `logged`, of all ranks, already."""
+        metrics = self.trainer._metrics["train"]
+        for name in drawn.metrics.keys() - logged:
+            metrics[name] += drawn.metrics[name]
+        for attribute, by_name in drawn.pending.items():
+            for name, values in by_name.items():
+                getattr(self.trainer, attribute)[name] += values
 
     @property
     def can_close(self) -> bool:
@@ -151,3 +237,16 @@ class Drawing:
     def resting(self, count: int) -> dict[str | None, list[_Resting]]:
         """Environments for TRL to reset before it gets episodes that are over."""
         return dict.fromkeys(self.trainer._environment_pool, [_Resting()] * count)
+
+
+def _figures_of(generated: Generated, metrics: dict[str, list]) -> Figures:
+    """Of a call of TRL's `_generate` that has just ended; the lists are copies, since a subclass may change them."""
+    shares = [metrics.get(f"tools/{name}_frequency", [0.0])[-1] for name in ("call", "failure")]
+    tool_calls = round(shares[0] * len(generated.prompt_ids))
+    return Figures(
+        prompt_ids=[*map(list, generated.prompt_ids)],
+        completion_ids=[*map(list, generated.completion_ids)],
+        tool_mask=None if generated.tool_mask is None else [*map(list, generated.tool_mask)],
+        tool_calls=tool_calls,
+        tool_failures=round(shares[1] * tool_calls),
+    )

@@ -1,7 +1,7 @@
 """`UpcomingRows`: the rows of a generation batch before the trainer asks the data loader for them."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -12,16 +12,25 @@ class UpcomingRows:
 
     Args:
         micro_batches: iterator of the data loader, over one epoch.
+        digest: of a micro-batch.
+
+    Attributes:
+        digests: of the micro-batches given since the optimizer step began, as they were read; `None` once nobody
+            compares them any more.
     """
 
-    def __init__(self, micro_batches: Iterator):
+    def __init__(self, micro_batches: Iterator, digest: Callable[[Any], str]):
         self.micro_batches = micro_batches
+        self._digest = digest
+        self.digests: list[str] | None = []
         self._given: list = []  # since the optimizer step began
         self._kept: deque = deque()
 
     def begin_step(self) -> None:
         """Count the places of [`peek`] from the micro-batch that is given next."""
         self._given.clear()
+        if self.digests is not None:
+            self.digests.clear()
 
     def __iter__(self) -> "UpcomingRows":
         return self
@@ -29,6 +38,8 @@ class UpcomingRows:
     def __next__(self) -> Any:
         micro_batch = self._kept.popleft() if self._kept else next(self.micro_batches)
         self._given.append(micro_batch)
+        if self.digests is not None:
+            self.digests.append(self._digest(micro_batch))
         return micro_batch
 
     def peek(self, place: int) -> Any | None:

@@ -164,12 +164,13 @@ class _Ready(TrainerCallback, Exception):
 def _trainers(method: Method, words: list[str]) -> dict[str, Any]:
     """Both trainers with weights of their own, prepared by `train` for a first step."""
     arguments = _arguments(method, words)
-    # Stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
+    # In a text run stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
     revision = (arguments["args"].model_init_kwargs or {}).get("revision")
+    adapter = arguments.get("peft_config")
     of_stock = {
         "args": copy.deepcopy(arguments["args"]),
         "processing_class": copy.deepcopy(arguments.get("processing_class")),
-        "peft_config": language_model_only(arguments.get("peft_config"), arguments["model"], revision),
+        "peft_config": language_model_only(adapter, arguments["model"], revision, arguments["train_dataset"]),
     }
     of_stock["args"].__class__ = getattr(trl, f"{method.stock}Config")  # stock TRL reads its own fields alone
     trainers = {

@@ -3,14 +3,13 @@
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
 from ...errors import UserError, mistyped_path
 from ...trainers.methods import METHODS, Method
 from ...utils.resources import accelerate_config, resource_folder
-from ..recipe.keys import read_yaml, refuse_unknown
+from ..recipe.keys import check_keys, check_options, known_names, read_yaml, spellings
 from ..run.launch import launch
 from ..run.one_line import pop_options
 from .recipes import all_recipes, find
@@ -67,22 +66,26 @@ def with_recipe(words: list[str]) -> list[str]:
         raise UserError(f"--config {config}: there is no such file{hint}") from None
 
 
-def refuse_typos(command: str, module: str, script: str | None, words: Sequence[str]) -> None:
-    """Refuse options, and keys of the `--config` file, that `command` does not take, before torch is imported.
+# Commands whose options are another program's, names of recipes, or a run's as they stand.
+NOT_CHECKED = ("launch", "doctor", "recipes", "config")
+# Commands that take a recipe of any of these methods, next to options of their own.
+_OF_ANY_METHOD = {"plan": PLANNED, "compare": tuple(method for method in METHODS if method.stock)}
 
-    Args:
-        command, module, script: of `trl_fsdp_qlora.__main__.COMMANDS`.
-        words: the command's words.
-    """
-    package = Path(__file__).parents[2]
-    sources = [package.joinpath(*module.split(".")).with_suffix(".py"), Path(__file__)]  # which has LAUNCHER
-    if script is not None:
-        sources.append(resource_folder("recipes") / f"{script}.py")
-    takes_recipe = command not in ("launch", "doctor", "recipes", "config")
-    config = pop_options(with_recipe(words), ("--config",))[0].get("--config") if takes_recipe else None
+
+def refuse_typos(command: str, words: Sequence[str]) -> None:
+    """Refuse options, and keys of the `--config` file, that `command` does not take, before torch is imported."""
+    if command in NOT_CHECKED:
+        return
+    config = pop_options(with_recipe(words), ("--config",))[0].get("--config")
+    methods = _OF_ANY_METHOD.get(command, ())
     if command == "plan":
-        shipped_method(config, PLANNED)
-    refuse_unknown(command, sources, words, config)
+        shipped_method(config, methods)
+    names = known_names(command, *(method.command for method in methods))
+    if names is None:
+        return  # the command's own parser refuses them
+    check_options(words, spellings(names) | set(LAUNCHER))
+    if config is not None:
+        check_keys(read_yaml(config), {*names, "env"}, config)
 
 
 def config_of(method: Method) -> type:
@@ -123,20 +126,23 @@ def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Meth
     shipped = shipped_method(pop_options(words, ("--config",))[0].get("--config"), methods)
     if shipped is not None:
         return shipped
-    fitting = (method for method in methods if have_all_fields(words, config_of(method), script_of(method)))
-    return next(fitting, METHODS[0])
-
-
-def have_all_fields(words: Sequence[str], *classes: type) -> bool:
-    """Whether a model's arguments and `classes` have every field in `words` and in the recipe that they name."""
-    from trl import ModelConfig
-
     options, rest = pop_options(words, ("--config",))
     used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
     if options:
         used.update(read_yaml(options["--config"]))
-    known = {item.name for kind in (ModelConfig, *classes) for item in fields(kind)}
-    return used <= known | {"env", "stage"}
+    fitting = (method for method in methods if used <= field_names(method) | {"env"})
+    return next(fitting, METHODS[0])
+
+
+def field_names(method: Method) -> set[str]:
+    """Names of the fields of a method's recipes."""
+    names = known_names(method.command)
+    if names is None:
+        from trl import ModelConfig
+
+        classes = (ModelConfig, config_of(method), script_of(method))
+        names = {name for cls in classes for name in cls.__dataclass_fields__}
+    return names
 
 
 def _config_flags(config: str | None, launcher: dict[str, str]) -> list[str]:

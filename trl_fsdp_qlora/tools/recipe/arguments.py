@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from trl import TrlParser
 from ...trainers.config_fields import option, spelled
 from ...trainers.starting.input_checks import mistakes
 from ..data.answers import ANSWER_FORMATS
-from ..run.one_line import NEGATIVE_NUMBER, pop_options
+from ..run.one_line import OneLineParser, plain_message, pop_options
 from .keys import ConfigError, check_keys, check_options, read_yaml
 
 
@@ -87,15 +86,11 @@ class ScriptArguments:
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-class _Parser(TrlParser):
+class _Parser(OneLineParser, TrlParser):
     """TRL's parser, except that errors are exceptions instead of two pages of usage.
 
     A field of words takes a truth value for `on` or `off`, as it does in a YAML file.
     """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._negative_number_matcher = NEGATIVE_NUMBER
 
     def _get_value(self, action, word):
         value = super()._get_value(action, word)
@@ -105,8 +100,7 @@ class _Parser(TrlParser):
         return meant if isinstance(meant, str) else value
 
     def error(self, message: str):
-        # argparse names both spellings of an option: argument --max_steps/--max-steps: ...
-        raise ConfigError(re.sub(r"^argument |(?<=[a-z])/--[a-z-]+", "", message))
+        raise ConfigError(plain_message(message))
 
 
 Words = Sequence[str] | None
@@ -148,7 +142,7 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
     Raises:
         ConfigError: the file cannot be read or is no mapping; an option is unknown; a field refuses its value.
     """
-    parser = _Parser(tuple(types), allow_abbrev=False)
+    parser = _Parser(tuple(types))
     parser.add_argument("--config", help="YAML file with values for the options.")
     argv = list(sys.argv[1:] if argv is None else argv)
     options = {spelling for action in parser._actions for spelling in action.option_strings}

@@ -1,90 +1,148 @@
-"""Options of a command and keys of its YAML file: an unknown one is refused, with the nearest known one.
+"""Options of a command and keys of its YAML file: what an unknown one is called here, or which one was meant.
 
-A command asks before it imports torch: [`refuse_unknown`] reads the names in the source files of config classes, those
-of TRL and transformers that are installed here. The parser asks once more with the names of its own fields.
+A command asks before it imports torch, with the names in `options.json`, which `python docs/config_reference.py`
+writes from the parsers. The parser of a recipe asks again, with the names of its own fields.
 """
 
-import re
-from collections.abc import Collection, Iterator, Sequence
-from importlib.util import find_spec
+import difflib
+import json
+from collections.abc import Collection, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ...errors import UserError, did_you_mean, mistyped_path
+from ...errors import UserError, mistyped_path
+from .other_names import OTHER_NAMES
 
-_NEAR = 0.75  # similarity of a name that is worth a guess
-# Where the fields of all recipes are written. A field of another command is refused later, by the command's parser.
-_FILES = (
-    "transformers/training_args.py", "trl/trainer/*_config.py", "trl/experimental/*/*_config.py",
-    "trl_fsdp_qlora/trainers/*/config.py", "trl_fsdp_qlora/trainers/options.py",
-    "trl_fsdp_qlora/tools/recipe/*.py",
-)  # fmt: skip
-# Commands without fields, and those whose options are other things: accelerate's, a list of findings.
-_WITHOUT_FIELDS = ("merge", "small-base", "publish", "report")
-_NOT_READ = ("launch", "doctor", "recipes", "config")
+OPTIONS = Path(__file__).with_name("options.json")
+# Of the libraries whose fields are in `options.json`: another version may have others.
+LIBRARIES = ("trl", "transformers")
+_SAME_WORD = 0.75  # similarity of two spellings of a word
 
 
 class ConfigError(UserError):
     """A recipe file or command line that cannot be used; the message has the key, the reason and the line to write."""
 
 
-def refuse_unknown(command: str, sources: Sequence[Path], words: Sequence[str], config: str | None) -> None:
-    """Refuse options in `words`, and keys of the YAML file `config`, that no command like `command` takes.
+@cache
+def _generated() -> dict[str, Any]:
+    return json.loads(OPTIONS.read_text(encoding="utf-8"))
 
-    `sources` are the files of the command and of its script.
+
+def is_current() -> bool:
+    """Whether `options.json` was written with the versions of TRL and transformers that are installed here.
+
+    Their patch releases add no fields.
     """
-    if command in _NOT_READ:
-        return
-    paths = [*sources, *([] if command in _WITHOUT_FIELDS else _paths())]
-    texts = [path.read_text(encoding="utf-8") for path in paths]
-    keys = {"env", *(name for text in texts for name in re.findall(r"^    (\w+): \S", text, re.MULTILINE))}
-    options = {"--config", "--help", *(name for text in texts for name in re.findall(r'"(--[\w-]+)"', text))}
-    for name in keys:
-        options |= {f"--{name}", f"--no_{name}", f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"}
-    check_options(words, options)
-    if config is not None:
-        check_keys(read_yaml(config), keys, config)
+    try:
+        installed = [version(library) for library in LIBRARIES]
+    except PackageNotFoundError:
+        return False
+    written = [_generated()["versions"][library] for library in LIBRARIES]
+    return [release.split(".")[:2] for release in installed] == [release.split(".")[:2] for release in written]
 
 
-def _paths() -> Iterator[Path]:
-    for pattern in _FILES:
-        library, _, path = pattern.partition("/")
-        spec = find_spec(library)  # imports nothing of it
-        yield from Path(spec.submodule_search_locations[0]).glob(path)
+def known_names(*commands: str) -> set[str] | None:
+    """Names of options that any of `commands` takes, without dashes.
+
+    It is `None` if the list was written for other versions of TRL or transformers.
+    """
+    generated = _generated()
+    if not is_current():
+        return None
+    names = {"config", "help"}
+    for command in commands:
+        of_command = generated["commands"][command]
+        names.update(of_command)
+        if "num_train_epochs" in of_command:  # it trains
+            names.update(generated["every trainer"])
+    return names
+
+
+def spellings(names: Collection[str]) -> set[str]:
+    """The options of a command line that mean the fields `names`."""
+    options = {f"--{prefix}{name}" for name in names for prefix in ("", "no_")}
+    return options | {option.replace("_", "-") for option in options}
 
 
 def check_options(words: Sequence[str], known: Collection[str]) -> None:
-    """Refuse options that are not in `known`; a [`ConfigError`] names the nearest ones."""
+    """Refuse options that are not in `known`, all at once; a [`ConfigError`] has what was meant."""
     options = [word.partition("=")[0] for word in words if word.startswith("--")]
     _refuse([option for option in options if option not in known], known)
 
 
 def check_keys(config: Collection[str], known: Collection[str], path: str | Path) -> None:
-    """Refuse keys of the file at `path` that are not in `known`, all at once, with the nearest ones."""
+    """Refuse keys of the file at `path` that are not in `known`, all at once; a [`ConfigError`] has what was meant."""
     _refuse([key for key in config if key not in known], known, f"{path}: ")
 
 
 def _refuse(unknown: Sequence[Any], known: Collection[str], lead: str = "") -> None:
-    faults = []
-    for key in unknown:
-        near = did_you_mean(str(key), {*known} - {"help", "--help"}, _NEAR)
-        faults.append(f"unknown key {key!r}{near or '; docs/coming_from.md has what keys of TRL are called here'}")
-    if faults:
+    if unknown:
+        faults = [f"unknown key {key!r}; {_meant(str(key), known)}" for key in unknown]
         raise ConfigError(f"{lead}{', '.join(faults)}")
+
+
+def _meant(key: str, known: Collection[str]) -> str:
+    """What a user who wrote `key` wants to know."""
+    bare = key.lstrip("-").replace("-", "_")
+    if bare in OTHER_NAMES:
+        return OTHER_NAMES[bare]
+    likeness = {name: _likeness(bare, name.lstrip("-").replace("-", "_")) for name in known}
+    best = max(likeness.values(), default=0.0)
+    if not best:
+        return "no field is called so; --help all lists the fields"
+    # Of the spellings of an option the one that is most like the user's.
+    nearest = [name for name, value in likeness.items() if value == best]
+    spelled_alike = difflib.get_close_matches(key, sorted(nearest), n=1, cutoff=0.0)
+    return f"did you mean {spelled_alike[0]!r}?"
+
+
+def _likeness(name: str, known: str) -> float:
+    """How alike two names are, from 0 to 1; 0 if they cannot mean the same.
+
+    A typo changes letters within a word, or leaves out what is between words. Another word is another meaning:
+    `max_prompt_length` is no `max_completion_length`.
+    """
+    if name.replace("_", "") == known.replace("_", ""):
+        return 1.0
+    words, known_words = name.split("_"), known.split("_")
+    if len(words) != len(known_words):
+        return 0.0
+    ratios = [difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(words, known_words, strict=True)]
+    return min(ratios) if min(ratios) >= _SAME_WORD else 0.0
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which no key is there twice: the last one would win silently."""
+
+    def construct_mapping(self, node, deep=False):
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            name = key.value
+            if not isinstance(name, str) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key.start_mark.line + 1
+            if name in lines:
+                raise ConfigError(f"the key {name!r} is in lines {lines[name]} and {line}; remove one of them")
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
     """The mapping in a YAML file, which `option` names on the command line.
 
     Raises:
-        ConfigError: there is no such file, it is no YAML (with the line), or it is no mapping.
+        ConfigError: there is no such file, it is no YAML (with the line), a key is there twice, or it is no mapping.
     """
     try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+        config = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _Loader)
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}{mistyped_path(path)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{option} {path}: {error}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{option} {path}: no YAML: {error}") from None
     if not isinstance(config, dict):

@@ -106,7 +106,12 @@ class OneLineParser(argparse.ArgumentParser):
         self._negative_number_matcher = NEGATIVE_NUMBER
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message.removeprefix('argument ')}; --help has the options")
+        raise UserError(f"{self.prog}: {plain_message(message)}; --help has the options")
+
+
+def plain_message(message: str) -> str:
+    """argparse's message with one spelling of an option: it names both, `argument --max_steps/--max-steps: ...`."""
+    return re.sub(r"^argument |(?<=[a-z])/--[a-z-]+", "", message)
 
 
 def pop_options(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str], list[str]]:

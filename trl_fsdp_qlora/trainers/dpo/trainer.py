@@ -3,8 +3,8 @@
 from functools import wraps
 
 from ...compat.trl import DPOTrainer
-from ..starting.arguments import completed, with_base_loaded
-from ..trainer_run import TrainerRun, bound_to
+from ..starting.arguments import bound_to, check_pairs, completed, with_base_loaded
+from ..trainer_run import TrainerRun
 from .config import EfficientDPOConfig
 
 
@@ -22,6 +22,7 @@ class EfficientDPOTrainer(TrainerRun, DPOTrainer):
     @wraps(DPOTrainer.__init__)
     def __init__(self, *positional, **named):
         call = completed(bound_to(DPOTrainer, positional, named), EfficientDPOConfig, "DPO")
+        check_pairs(call)
         needs_reference = call.get("ref_model") is None and not call["args"].precompute_ref_log_probs
         super().__init__(**with_base_loaded(call, needs_reference))
 

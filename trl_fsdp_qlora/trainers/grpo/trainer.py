@@ -2,10 +2,11 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 
+from ...compat.transformers import model_name
 from ...compat.trl import GRPOTrainer
 from ...compat.trl_rollouts import (
     IMPORTANCE_RATIO,
@@ -21,10 +22,9 @@ from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
-from ..starting.arguments import completed
+from ..starting.arguments import bound_to, completed
 from ..step.rows import padded_batch
 from ..step.scoring import Request
-from ..trainer_run import bound_to
 from .arguments import check_call
 from .config import EfficientGRPOConfig
 from .token_budget import TokenBudget, drop_missing
@@ -62,9 +62,15 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         if self.use_vllm:
             from ...engines.vllm.correction import WeightSyncCheck, draws_from_policy
+            from ...engines.vllm.engine import served_model
 
             is_comparable = self.rollout_func is None and draws_from_policy(self.args)
-            self.weight_sync_check = WeightSyncCheck(is_comparable, draws_ahead=self.args.rollouts_ahead > 0)
+            self.weight_sync_check = WeightSyncCheck(
+                is_comparable,
+                draws_ahead=self.args.rollouts_ahead > 0,
+                trained=model_name(self.model),
+                served=partial(served_model, self.vllm_generation, self.args.temperature),
+            )
         self.budget = TokenBudget(
             self.args,
             self.accelerator.process_index,
@@ -251,7 +257,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
                     metrics[name].append(value)
             self.weight_sync_check(*sums)
 
-        if self.model.training:
+        # The first one is not deferred: a run with another model must end before its first optimizer step.
+        if self.model.training and not self.weight_sync_check.awaits_first:
             self.telemetry.later(figures, finish)
         else:
             finish(figures.tolist())

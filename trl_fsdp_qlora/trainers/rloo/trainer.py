@@ -5,9 +5,8 @@ from functools import wraps
 from ...compat.trl import RLOOTrainer
 from ...compat.trl_rollouts import turn_of
 from ..rollouts.on_policy import OnPolicyRun
-from ..starting.arguments import check_prompts, completed
+from ..starting.arguments import bound_to, check_prompts, completed
 from ..step.scoring import Request
-from ..trainer_run import bound_to
 from .config import EfficientRLOOConfig
 
 

@@ -165,8 +165,12 @@ class OnPolicyRun(TrainerRun):
             return super()._generate(*args, **kwargs)
         with self.sharing.original_attention(), self.clock.phase("generate"):
             drawn = super()._generate(*args, **kwargs)
+        self._note_generated(drawn)
         self._add_metrics(self.rollout.take_metrics())
         return drawn
+
+    def _note_generated(self, drawn: tuple) -> None:
+        """Called with what TRL's `_generate` returned; a copy of the trainer that draws ahead keeps its figures."""
 
     def _generate_settings(self) -> "GenerateSettings | None":
         """The settings that TRL passes to transformers' `generate`; `None` if another engine generates."""

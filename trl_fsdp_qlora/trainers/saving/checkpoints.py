@@ -135,6 +135,8 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_conte
     if resume in _FRESH:
         return None
     if resume not in _NEWEST:
+        if not Path(resume).is_dir():
+            raise CheckpointError(_no_such_checkpoint(output_dir, resume))
         reason = why_not_whole(resume, read_contents)
         if reason is not None:
             last = last_complete_checkpoint(Path(resume).parent)
@@ -161,6 +163,16 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_conte
             f"resume_from_checkpoint={resume}: {output_dir} has no whole checkpoint{because}. {remedy}"
         )
     return None
+
+
+def _no_such_checkpoint(output_dir: str | Path, resume: str | bool) -> str:
+    """The line on a folder that is not there, with what can be written in its place."""
+    last = last_complete_checkpoint(output_dir)
+    if last is None:
+        remedy = f"leave it out to start at step 0, since {output_dir} has no checkpoint"
+    else:
+        remedy = f"auto takes the newest one in {output_dir}, {last.name}"
+    return f"resume_from_checkpoint={resume}: there is no such folder; {remedy}"
 
 
 def check_output_dir(output_dir: str | Path, resume: str | bool | None, changed: Sequence[str] = ()) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ...compat.deepspeed import zero_stage
+from ...compat.signatures import constructor_parameters
 from ...compat.transformers import model_name, quantization_of
 from ...errors import UserError
 from ...fsdp2_qlora import launch_checks
@@ -18,6 +19,28 @@ from ...fsdp2_qlora.loading import load_quantized_base
 from . import input_checks as checks
 
 logger = get_logger(__name__)
+
+
+def bound_to(stock: type, positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor call by the names that they have in TRL's trainer `stock`.
+
+    Raises:
+        TypeError: there is no such argument, or one was given twice.
+        UserError: there is no model.
+    """
+    names = constructor_parameters(stock)
+    by_place = dict(zip(names, positional, strict=False))
+    unknown = next((name for name in named if name not in names), None)
+    if unknown is not None:
+        hint = ": the reference is made of `model` itself, and beta weighs it" if unknown == "ref_model" else ""
+        raise TypeError(f"{stock.__name__} has no argument {unknown!r}{hint}")
+    if len(positional) > len(names) or by_place.keys() & named.keys():
+        twice = ", ".join(by_place.keys() & named.keys()) or f"at most {len(names)}"
+        raise TypeError(f"{stock.__name__} got {len(positional)} positional arguments, and takes {twice} once")
+    call = by_place | named
+    if call.get("model") is None:
+        raise UserError("model is None, or was left out: give the name of a model, a folder, or a model")
+    return call
 
 
 def adapter_and_base(call: dict[str, Any]) -> tuple[Any, Any]:
@@ -79,7 +102,7 @@ def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
     for line in checks.mistakes(args):
         logger.warning(line)  # not an error, because TRL accepts these values
     options = args.model_init_kwargs or {}
-    peft_config = checks.language_model_only(call.get("peft_config"), model, options.get("revision"))
+    peft_config = checks.language_model_only(call.get("peft_config"), model, options.get("revision"), dataset)
     checks.check_processes(args.world_size)
     return {**call, "args": args, "peft_config": peft_config}
 
@@ -88,25 +111,45 @@ def check_prompts(call: dict[str, Any], needs_prompt: bool = True) -> None:
     """Refuse a dataset for which a trainer cannot draw completions, see [`checks.check_dataset`]."""
     args = call["args"]
     dataset = call.get("train_dataset")
+    if dataset is None:
+        return
+    checks.check_dataset(dataset, args.generation_batch_size // args.num_generations, needs_prompt)
+    if needs_prompt and call.get("rollout_func") is None:  # which may read prompts of any type
+        checks.check_texts(dataset, "prompt")
+
+
+def check_pairs(call: dict[str, Any]) -> None:
+    """Refuse a dataset without preference pairs, and a reference model by its name, which TRL does not load."""
+    dataset = call.get("train_dataset")
     if dataset is not None:
-        checks.check_dataset(dataset, args.generation_batch_size // args.num_generations, needs_prompt)
+        checks.check_pairs(dataset)
+    reference = call.get("ref_model")
+    if isinstance(reference, str):
+        raise UserError(
+            f"ref_model={reference!r} is a name, and DPO takes a model: load it by from_pretrained, or leave it out "
+            "(with an adapter the reference is the base without it)"
+        )
 
 
 def check_rewards(call: dict[str, Any]) -> None:
-    """Refuse the name of a reward model that cannot be loaded, before the policy is.
+    """Refuse what is no reward, before the policy is loaded.
 
     Raises:
-        UserError: there is no such model.
+        UserError: the name of a model that cannot be loaded, or something that cannot be called.
     """
     rewards = call.get("reward_funcs")
-    for name in rewards if isinstance(rewards, list) else [rewards]:
-        if isinstance(name, str):
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
+        if isinstance(reward, str):
             try:
-                PreTrainedConfig.get_config_dict(name)
+                PreTrainedConfig.get_config_dict(reward)
             except OSError:
                 raise UserError(
-                    f"reward_funcs has {name!r}, and there is no such reward model: give the function itself"
+                    f"reward_funcs has {reward!r}, and there is no such reward model: give the function itself"
                 ) from None
+        elif reward is not None and not callable(reward):
+            raise UserError(
+                f"reward_funcs has {reward!r} ({type(reward).__name__}): give a function, a reward model or its name"
+            )
 
 
 def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, Any]:

@@ -9,12 +9,16 @@ from numbers import Real
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import AutoConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ...compat.transformers import model_class
 from ...errors import UserError
 from ...utils.plain import counted
+
+PICTURES = {"image", "images"}  # columns of rows with pictures, in TRL
+_ROWS = 10_000  # read at once
 
 # Numbers that TRL, PEFT or vLLM accept and that end a run by NaN or do the opposite of what was meant, without a
 # message: a sign or a zero too many, a percentage for a share. The allowed range of each field, and why.
@@ -106,12 +110,55 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         )
 
 
-def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision: str | None = None) -> Any:
+def check_pairs(dataset: Any) -> None:
+    """Refuse a training set that has no preference pairs.
+
+    Raises:
+        UserError: there is no column `chosen` or `rejected`, or a row has nothing in one.
+    """
+    columns = columns_of(dataset)
+    for name in ("chosen", "rejected"):
+        if columns and name not in columns:
+            reason = f"the training dataset has no `{name}` column; its columns are {', '.join(sorted(columns))}"
+            raise UserError(f"{reason}. Rename the one that holds it: dataset.rename_column('best', '{name}')")
+        check_texts(dataset, name)
+
+
+def check_texts(dataset: Any, column: str) -> None:
+    """Refuse a column that has a value other than a text or messages; only rows that are in memory are looked at.
+
+    Raises:
+        UserError: the message has the row, counted from 1.
+    """
+    if not isinstance(dataset, Dataset):
+        return
+    # One value has the type of all, but for missing ones, which the column's table counts.
+    suspects = [0]
+    if dataset.data.column(column).null_count:
+        for start, part in enumerate(dataset.select_columns([column]).with_format("arrow").iter(_ROWS)):
+            suspects += [start * _ROWS + i for i, is_null in enumerate(part[column].is_null().to_pylist()) if is_null]
+    texts = dataset.select_columns([column])
+    for row in suspects[:2]:
+        value = texts[row][column]
+        if not isinstance(value, (str, list)):
+            remedy = f". Leave such rows out: dataset.filter(lambda row: row['{column}'] is not None)"
+            raise UserError(
+                f"row {row + 1:,} of the training dataset has {value!r:.80} in `{column}`, which takes a text or "
+                f"messages{remedy if value is None else ''}"
+            )
+
+
+def language_model_only(
+    peft_config: Any, model: PreTrainedModel | str, revision: str | None = None, dataset: Any = None
+) -> Any:
     """`peft_config`, with `all-linear` limited to the language model of a class that takes images, too.
 
-    Layers that a text run does not compute would have adapters without a gradient, which DDP refuses. To adapt a
-    vision tower, name its layers or set `exclude_modules=[]`. `model` is a model, or a model's name at `revision`.
+    Layers that a text run does not compute would have adapters without a gradient, which DDP refuses. If the rows of
+    `dataset` hold pictures, nothing is limited. To adapt a vision tower in a text run, name its layers or set
+    `exclude_modules=[]`. `model` is a model, or a model's name at `revision`.
     """
+    if PICTURES & columns_of(dataset):
+        return peft_config
     if peft_config is None or is_deepspeed_zero3_enabled():
         return peft_config
     if getattr(peft_config, "target_modules", None) != "all-linear" or peft_config.exclude_modules is not None:

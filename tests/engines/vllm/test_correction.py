@@ -1,4 +1,6 @@
-"""The difference between vLLM's log-probabilities and the trainer's: a metric and a warning."""
+"""The difference between vLLM's log-probabilities and the trainer's: a metric, a warning, and an error if vLLM serves
+another model.
+"""
 
 import copy
 
@@ -10,6 +12,7 @@ from tests import tiny
 from tests.engines.vllm.whole_engine import start_whole
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.vllm import correction, engine
+from trl_fsdp_qlora.engines.vllm.adapter_sync import RolloutError
 from trl_fsdp_qlora.engines.vllm.correction import WeightSyncCheck, draws_from_policy
 
 
@@ -20,17 +23,19 @@ def warned(monkeypatch):
     return lines
 
 
-def judged(*means: float, tokens: float = 1000, is_enabled: bool = True) -> WeightSyncCheck:
-    check = WeightSyncCheck(is_enabled)
+def judged(*means: float, tokens: float = 1000, is_enabled: bool = True, served: str | None = "b") -> WeightSyncCheck:
+    check = WeightSyncCheck(is_enabled, trained="a", served=lambda: served)
     for mean in means:
         check(tokens, mean * tokens)
     return check
 
 
-def test_another_model_is_named_once_there_are_enough_tokens(warned):
-    judged(2.0)
-    (line,) = warned
-    assert "2 nats" in line and "another model" in line
+def test_another_model_is_an_error_after_the_first_sync_alone(warned):
+    with pytest.raises(RolloutError, match=r"vLLM serves b, and a is trained: .* differ by 2 nats"):
+        judged(2.0)
+    judged(0.01, 2.0)  # later it is a warning
+    judged(2.0, served=None)  # and so it is if a server's log-probabilities are those before the temperature
+    assert [line.split(" by ")[1].split(" nats")[0] for line in warned] == ["2", "2"]
     assert judged(float("nan"), float("inf")).first is None  # of a policy that overflows; vLLM has no part in it
     assert judged(5.0, is_enabled=False).first is None
     check = judged(2.0, tokens=8)  # two nats, of eight tokens: one of them may have been improbable
@@ -156,10 +161,14 @@ def test_a_stale_adapter_is_named(trainer_with, warned):
     assert len(logged) == 6 and warned and logged[0] < 1e-5 and logged[-1] > 0.01
 
 
-def test_another_base_is_named(trainer_with, warned):
+def test_another_base_ends_the_run_before_a_step(trainer_with):
     other = tiny.tiny_model(seed=1)
     other.lm_head.weight.data *= 20  # far from uniform
-    trainer_with(copy.deepcopy(other), max_steps=1).train()
-    assert len(warned) == 1
+    trainer = trainer_with(copy.deepcopy(other))
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    with pytest.raises(RolloutError, match="vLLM serves whole at http://stand-in"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    for name, weight in before.items():
+        assert weight.equal(trainer.model.get_parameter(name)), name
     trainer_with(other, generation_kwargs={"min_tokens": 2}, max_steps=1).train()
-    assert len(warned) == 1

@@ -6,7 +6,7 @@ from bitsandbytes.functional import dequantize_4bit
 from peft import LoraConfig, get_peft_model
 
 from tests.engines.vllm.runs import figures, on_quantized
-from tests.engines.vllm.test_shared_base import (
+from tests.experimental.one_base.test_shared_base import (
     DIFFERENCE,
     Merges,
     drawn_logps,
