@@ -25,8 +25,8 @@ from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
-from trl_fsdp_qlora.tools.planning.generation import cache_bytes
 from trl_fsdp_qlora.tools.planning.launches import Launch
+from trl_fsdp_qlora.tools.planning.rollout import cache_bytes
 from trl_fsdp_qlora.tools.recipe.checks import lora_config
 from trl_fsdp_qlora.trainers.step.step_scores import StepScores
 

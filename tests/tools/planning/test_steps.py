@@ -12,8 +12,8 @@ from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
-from trl_fsdp_qlora.tools.planning.generation import state_bytes
 from trl_fsdp_qlora.tools.planning.launches import Launch
+from trl_fsdp_qlora.tools.planning.rollout import state_bytes
 
 
 @pytest.fixture(scope="module")

@@ -107,18 +107,20 @@ class FakeRun:
     def loss_bytes(self) -> int:
         """Peak bytes of the passes with gradients, and of the padded forward that checks the first one."""
         settings = self.settings
-        rows = settings.per_device_train_batch_size
         prompt = settings.prompt_tokens
-        completion = settings.max_completion_length
+        completion = settings.completion_tokens
         if settings.prefix_sharing == "off":
-            return self.padded_bytes(self._padded(rows, prompt, completion), grad=True)
+            return self.padded_bytes(self._padded(settings.rows, prompt, completion), grad=True)
         # A step may need completions that are not generated yet.
-        batches = min(settings.gradient_accumulation_steps, settings.rollout_batches)
+        batches = 1 if settings.is_paired else min(settings.gradient_accumulation_steps, settings.rollout_batches)
+        step = self.step_bytes(settings.rows, batches)
+        if settings.launch.is_deepspeed:  # its models are compared without gradients
+            return step
         # One row is compared with stock's kernels and masks, and long rows are cut (`check.shortened`).
         width = compared_tokens(prompt + completion, longest_window(self.config.get_text_config()))
         compared_prompt = min(prompt, max(width // 2, width - completion))
         compared = self._padded(1, compared_prompt, min(completion, width - compared_prompt))
-        return max(self.step_bytes(rows, batches), self.padded_bytes(compared, grad=True))
+        return max(step, self.padded_bytes(compared, grad=True))
 
     def scoring_bytes(self) -> int:
         """Peak bytes of a pass without gradients over a generation batch.
@@ -126,11 +128,13 @@ class FakeRun:
         On packed rows it has as many completions as fit into the tokens of a padded micro-batch.
         """
         settings = self.settings
-        rows = settings.per_device_train_batch_size
+        rows = settings.rows
         prompt = settings.prompt_tokens
-        completion = settings.max_completion_length
+        completion = settings.completion_tokens
         if settings.prefix_sharing == "off":
             return self.padded_bytes(self._padded(rows, prompt, completion), grad=False)
+        if settings.is_paired:
+            return self.step_bytes(rows, 1, grad=False)
         group = settings.num_generations
         limit = rows * (prompt + completion)
         groups = min(limit // (prompt + group * (completion - 1)), settings.rollout_rows // group)
@@ -144,8 +148,8 @@ class FakeRun:
         one after the other.
         """
         settings = self.settings
-        lengths = settings.prompt_tokens, settings.max_completion_length
-        key = *self.key, "step", rows, batches, grad, *lengths, settings.num_generations, settings.tokens_per_pass
+        lengths = settings.prompt_tokens, settings.completion_tokens, settings.group_size
+        key = *self.key, "step", rows, batches, grad, *lengths, settings.values.get("tokens_per_pass")
         return self._once(key, lambda layers: self._run_step(layers, rows, batches, grad))
 
     def padded_bytes(self, padded: Padded, grad: bool) -> int:
@@ -259,15 +263,16 @@ class FakeRun:
         They are those of the longest pass, and of the first and the last pass that read the same trunks.
         """
         settings = self.settings
-        step = _batch_of(np.arange(rows * batches) // settings.num_generations, settings)
+        step = _batch_of(np.arange(rows * batches) // settings.group_size, settings)
         split = [step.rows(part) for part in np.split(np.arange(rows * batches), batches)]
         plan = None
         # A plan of the whole step would be made of passes that the ranks run together.
         keeps = settings.launch.kind not in ("fsdp1", "zero3")
-        if grad and keeps and settings.tokens_per_pass != 0 and (batches > 1 or settings.tokens_per_pass is not None):
-            plan = sharing.plan_step(split, settings.tokens_per_pass)
+        limit = settings.values.get("tokens_per_pass")
+        if grad and keeps and limit != 0 and (batches > 1 or limit is not None):
+            plan = sharing.plan_step(split, limit, settings.launch.is_deepspeed)
         rules = sharing.packed_model.pass_rules(step.input_ids.device)
-        rules = replace(rules, ties_ends=settings.launch.is_sharded)
+        rules = replace(rules, ties_ends=settings.launch.kind == "fsdp2")
         if plan is None:
             sequences = sharing.packed_model.read(split[0])
             return split[:1], PassPlan.of(sequences, [np.arange(rows)], rules, shares=False)
@@ -358,7 +363,7 @@ def _batch_of(prompt_B: np.ndarray, settings: Settings) -> Batch:
     """A batch of full rows: those with the same number in `prompt_B` have the same prompt, others share nothing."""
     prompt = settings.prompt_tokens
     # A number for all tokens of a prompt, and one for all of a completion, is enough to distinguish rows.
-    input_ids = torch.empty(len(prompt_B), prompt + settings.max_completion_length, dtype=torch.long)
+    input_ids = torch.empty(len(prompt_B), prompt + settings.completion_tokens, dtype=torch.long)
     input_ids[:, :prompt] = torch.from_numpy(prompt_B).unsqueeze(1)
     input_ids[:, prompt:] = torch.arange(len(prompt_B)).unsqueeze(1) + int(prompt_B.max()) + 1
     labels = input_ids.clone()

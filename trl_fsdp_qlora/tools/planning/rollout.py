@@ -90,7 +90,7 @@ class Engine:
 def plan_engine(run: FakeRun, hardware: Hardware) -> Engine | None:
     """The [`Engine`] of a run; `None` if it runs on another machine or not at all."""
     settings = run.settings
-    if not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
+    if settings.is_paired or not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
         return None
     sends_adapter, is_shared = choices(settings, run.config)
     dtype = model.compute_dtype(settings, run.config)
