@@ -6,9 +6,9 @@
 Runs on a GPU, or on an emulated one on which no kernel runs (docs/gpu.md): torch's own host code is the CUDA build's
 there, so launches and waits are real and nothing takes time. The models have their real shapes and no numbers. Counted
 is the second optimizer step on one group: `compute_loss`, the backward, clipping with the fused AdamW, and one step of
-decoding for the group, each trainer with its defaults (gradient checkpointing is one of them: the backward computes
-every layer again). Only the tiles are off that a row of this length would have; `--mlp_tokens_per_tile auto` counts
-them.
+decoding for the group, with the adapter and without it (`decode_base`), each trainer with its defaults (gradient
+checkpointing is one of them: the backward computes every layer again). Only the tiles are off that a row of this
+length would have; `--mlp_tokens_per_tile auto` counts them.
 
     launches    kernels and copies on the device that the host asks for. On an emulated device: calls of the CUDA
                 runtime's launch functions, of cuBLAS (one each; some products take two kernels on a card), of Triton
@@ -51,7 +51,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 HEAD = "emulated device, no kernel ran"
 CONTESTANTS = ("stock", "ours")
-PHASES = ("loss", "backward", "update", "decode")
+PHASES = ("loss", "backward", "update", "decode", "decode_base")
 LAUNCH_SECONDS = 5e-6
 # Bytes and bf16 operations per second, from the vendor's data sheets (dense, accumulated in float32).
 CARDS = {"RTX 4090": (1.008e12, 165.2e12), "H100 SXM": (3.35e12, 989.4e12)}
@@ -376,7 +376,7 @@ def decoding(model, device: torch.device):
 
     model.eval()
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    ids = torch.full((GROUP, PROMPT + 3), 5, device=device)
+    ids = torch.full((GROUP, PROMPT + 4), 5, device=device)
     mask = torch.ones_like(ids)
 
     def forward(begin: int, end: int) -> None:
@@ -398,6 +398,8 @@ def measure(name: str, contestant: str, layers: int | None, tile: str) -> dict:
     """[`Counts`] by phase of the second optimizer step, and of a step of decoding."""
     from gpu_bytes import ready
     from synthetic import make_batch
+
+    from trl_fsdp_qlora.engines.decode.lora_products import joined_products
 
     device = torch.device("cuda", 0)
     counters = Emulated() if "emulate" in sys.modules else Profiled()
@@ -444,10 +446,14 @@ def measure(name: str, contestant: str, layers: int | None, tile: str) -> dict:
     if contestant == "ours" and not trainer._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 1:
         raise RuntimeError("prefix sharing was off, so this is no count of it")
     gc.collect()
-    decode = decoding(trainer.accelerator.unwrap_model(model), device)
-    run("decode", lambda: decode(1))
-    if isinstance(counters, Profiled):
-        time_it("decode", lambda: decode(2))
+    policy = trainer.accelerator.unwrap_model(model)
+    with joined_products(policy) if contestant == "ours" else nullcontext():
+        decode = decoding(policy, device)
+        run("decode", lambda: decode(1))
+        if isinstance(counters, Profiled):
+            time_it("decode", lambda: decode(2))
+        with policy.disable_adapter():
+            run("decode_base", lambda: decode(3))
     return {"phases": phases, "operations": operations}
 
 
@@ -459,6 +465,11 @@ def seconds(counts: dict, card: str) -> float:
     return max(counts["launches"] * LAUNCH_SECONDS, counts["device_seconds"][card])
 
 
+def in_all(counts: list[dict]) -> list[str]:
+    """The phases that all of `counts` have: an earlier file lacks the last one."""
+    return [phase for phase in PHASES if all(phase in phases for phases in counts)]
+
+
 def table(rows: dict) -> str:
     """A row for each model and phase that both contestants have, as Markdown: stock → ours."""
     lines = [
@@ -468,8 +479,9 @@ def table(rows: dict) -> str:
     for name, row in rows.items():
         if not all("phases" in row.get(contestant, {}) for contestant in CONTESTANTS):
             continue
-        for phase in PHASES:
-            stock, ours = (row[contestant]["phases"][phase] for contestant in CONTESTANTS)
+        counts = [row[contestant]["phases"] for contestant in CONTESTANTS]
+        for phase in in_all(counts):
+            stock, ours = (phases[phase] for phases in counts)
             cells = [f"{stock['launches']:,} → {ours['launches']:,}", f"{stock['waits']} → {ours['waits']}"]
             cells.append(f"{stock['bytes'] / 1e9:,.0f} → {ours['bytes'] / 1e9:,.0f}")
             cells.append(f"{stock['operations'] / 1e12:,.1f} → {ours['operations'] / 1e12:,.1f}")
@@ -493,7 +505,7 @@ def predicted_and_measured(name: str, contestant: str, measured: dict, counted: 
     if None in both:
         return f"| {name}, {contestant} | | {measured.get('error', 'never counted without a card')} |"
     rows = []
-    for phase in PHASES:
+    for phase in in_all(both):
         before, now = (phases[phase] for phases in both)
         figures = [f"{now['launches']:,} launches", f"{now['waits']} waits"]
         if "seconds" in now:  # on an emulated device nothing takes time

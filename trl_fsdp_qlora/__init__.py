@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 # Public names, by the module that has them. A type checker reads those below instead. `trainers/methods.py` has the
 # trainers' commands.
-_EXPORTS = {"share_prompts": "prefix_sharing.share"}
+_EXPORTS = {"share_prompts": "prefix_sharing.share", "EfficientProgress": "trainers.reporting.terminal"}
 for _room, _prefix in (
     ("grpo", "EfficientGRPO"),
     ("rloo", "EfficientRLOO"),
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .trainers.dpo.trainer import EfficientDPOTrainer as EfficientDPOTrainer
     from .trainers.grpo.config import EfficientGRPOConfig as EfficientGRPOConfig
     from .trainers.grpo.trainer import EfficientGRPOTrainer as EfficientGRPOTrainer
+    from .trainers.reporting.terminal import EfficientProgress as EfficientProgress
     from .trainers.rloo.config import EfficientRLOOConfig as EfficientRLOOConfig
     from .trainers.rloo.trainer import EfficientRLOOTrainer as EfficientRLOOTrainer
     from .trainers.t_spmo.config import TSPMOConfig as TSPMOConfig

@@ -6,7 +6,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from trl_fsdp_qlora.__main__ import COMMANDS, main
+from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.tools.cli import scripts
 
 # One step on the CPU of the files of `tests.tiny.save_recipe_files`.
@@ -27,6 +27,12 @@ SETTINGS = {
 TINY = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
 
 
+def _launched_here(words: list[str]) -> int:
+    """Run the script of a command of accelerate's in this process."""
+    place = next(place for place, word in enumerate(words) if word.endswith(".py"))
+    return scripts.called(Path(words[place]).stem, words[place + 1 :])
+
+
 def run(*words: str | Path) -> tuple[int, str]:
     """Run a command; returns its exit status, and all that it prints.
 
@@ -38,10 +44,8 @@ def run(*words: str | Path) -> tuple[int, str]:
     sys.argv = ["trl-fsdp-qlora", name, *rest]
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), contextlib.ExitStack() as stack:
         stack.callback(setattr, sys, "argv", argv)
-        if COMMANDS[name].function == "launched":
-            launched = scripts.launched
-            stack.callback(setattr, scripts, "launched", launched)
-            scripts.launched = lambda script, rest: scripts.called(script, scripts.with_recipe(rest))
+        stack.callback(setattr, scripts, "launch", scripts.launch)
+        scripts.launch = _launched_here
         try:
             status = main([name, *rest])
         except SystemExit as end:

@@ -2,12 +2,12 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any
 
 import torch
+from accelerate import DeepSpeedPlugin
 
 
-def zero_stage(plugin: Any) -> int | None:
+def zero_stage(plugin: DeepSpeedPlugin | None) -> int | None:
     """The stage of ZeRO that a config's `deepspeed_plugin` asks for; `None` without DeepSpeed."""
     return None if plugin is None else plugin.zero_stage
 

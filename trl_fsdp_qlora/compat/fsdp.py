@@ -5,18 +5,25 @@ They are imported when used, so that another release of torch fails only for use
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import fsdp_utils
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 from packaging.version import Version
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ..utils.replaced import replaced
+from .peft import is_peft
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 # Torch 2.12 shards integer parameters as they are.
 SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
@@ -44,7 +51,7 @@ def misfit() -> str | None:
     return None
 
 
-def units(model: nn.Module) -> list[tuple[FSDPModule, object]]:
+def units(model: nn.Module) -> list[tuple[FSDPModule, "FSDPState"]]:
     """Every FSDP2 unit of the model with its state (torch has no public reader of a unit's reshard flag)."""
     return [(module, module._get_fsdp_state()) for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -84,6 +91,73 @@ def finds_final_norm(model: nn.Module) -> bool:
     """
     find = getattr(fsdp_utils, "_find_final_norm", None)
     return find is not None and find(model) is not None
+
+
+def trained_head_in_root(model: nn.Module) -> AbstractContextManager:
+    """Leave a trained LM head (`modules_to_save`) to the root's unit while `prepare` runs inside the block.
+
+    Accelerate puts the head into a unit with the final norm. It does not find the norm inside an adapter, so the head
+    gets a unit of its own. TRL's fused head and this package's read the weight without calling the head, so only
+    `full_tensor` gathers such a unit, and the head's gradient is then that of this rank's completions alone.
+    """
+    if not isinstance(model, PreTrainedModel) and not is_peft(model):
+        return nullcontext()
+    head = model.get_output_embeddings()
+    if head is None or not any(parameter.requires_grad for parameter in head.parameters()):
+        return nullcontext()
+    is_tied = head.weight is model.get_input_embeddings().weight
+    if is_tied or finds_final_norm(model):
+        return nullcontext()
+    return replaced(model, get_output_embeddings=lambda: None)
+
+
+def plugin_in_full_precision(
+    plugin: FullyShardedDataParallelPlugin, reduce_dtype: torch.dtype | None = None
+) -> AbstractContextManager:
+    """Change settings of the plugin for which accelerate has no option, while `prepare` runs inside the block.
+
+    Accelerate's own policy rounds the outputs of modules (log-probabilities among them) and the gradients that are
+    summed over the ranks to the compute dtype: 8 bits in bfloat16, compared with DDP's 24.
+
+    Args:
+        plugin: of the launch.
+        reduce_dtype: dtype in which gradients are summed, for a quantized base; `None` keeps the policy's.
+    """
+    policy = plugin.mixed_precision_policy
+    settings = {}
+    if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
+        dtype = reduce_dtype or policy.reduce_dtype
+        settings["mixed_precision_policy"] = replace(policy, reduce_dtype=dtype, output_dtype=None)
+    if reduce_dtype is not None:
+        # With True, accelerate broadcasts every weight whole; fsdp2_qlora/distribute.py sends shards.
+        settings["cpu_ram_efficient_loading"] = False
+    return replaced(plugin, **settings)
+
+
+@contextmanager
+def head_on_device(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Let TRL's fused LM head find its weight on the device although the shards are offloaded.
+
+    The fused head computes on the device of its weight. If that is the host, the device's collectives refuse the
+    results.
+    """
+    plugin = accelerator.state.fsdp_plugin if isinstance(model, FSDPModule) else None
+    if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        yield
+        return
+    language_model = model.get_base_model() if is_peft(model) else model
+    head = language_model.get_output_embeddings()
+    device = accelerator.device
+
+    def moved_head():
+        weight = head.weight.to(device)
+        bias = getattr(head, "bias", None)
+        if bias is not None:
+            bias = bias.to(device)
+        return SimpleNamespace(weight=weight, bias=bias)
+
+    with replaced(language_model, get_output_embeddings=moved_head):
+        yield
 
 
 def filled_shard(parameter: DTensor, local: torch.Tensor) -> DTensor:

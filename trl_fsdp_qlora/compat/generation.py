@@ -6,8 +6,9 @@ ours. If a release of transformers differs, [`MISFIT`] names the difference and 
 
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 import transformers
@@ -56,7 +57,7 @@ def foreign_generation(model: nn.Module) -> str | None:
     return None
 
 
-def _without_fsdp(method: Any) -> Any:
+def _without_fsdp(method: Callable) -> Callable:
     """The method behind FSDP2's wrappers.
 
     Transformers' Trainer registers `generate` as a forward method at each `train()`.
@@ -64,9 +65,10 @@ def _without_fsdp(method: Any) -> Any:
     while True:
         function = getattr(method, "__func__", None)
         module = getattr(function, "__globals__", {}).get("__name__", "")
-        if not (module.startswith("torch.distributed.fsdp") and hasattr(function, "__wrapped__")):
+        inner = getattr(function, "__wrapped__", None)
+        if inner is None or not module.startswith("torch.distributed.fsdp"):
             return method
-        method = function.__wrapped__
+        method = inner
 
 
 def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict):

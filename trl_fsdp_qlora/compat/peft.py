@@ -8,10 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from peft.tuners.lora.layer import ParamWrapper
 
 # Kinds of adapters that change what a layer computes from one token, and look at no other token and at no row. Each
 # was compared (tests/compat/test_peft.py). A kind that is not here may average over a batch (Lily), choose by a
@@ -126,7 +129,7 @@ def _pass_factors_to_packed_experts(block: nn.Module, _inputs: tuple) -> None:
 
 
 @contextmanager
-def _with_factors(wrapper: Any, active_adapters: Sequence[str]) -> Iterator[None]:
+def _with_factors(wrapper: "ParamWrapper", active_adapters: Sequence[str]) -> Iterator[None]:
     """Give the base layer the active adapters' factors inside the block, in place of `ParamWrapper._activate_lora`."""
     factors_by_parameter = wrapper.get_base_layer().lora
     name = wrapper.parameter_name
@@ -139,7 +142,7 @@ def _with_factors(wrapper: Any, active_adapters: Sequence[str]) -> Iterator[None
         del factors_by_parameter[name]
 
 
-def _factors(wrapper: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+def _factors(wrapper: "ParamWrapper", adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
     """`(experts, out, r)`, `(experts, r, in)` and the scaling: the weights that `get_delta_weight` multiplies."""
     a = wrapper.lora_A[adapter].weight
     b = wrapper.lora_B[adapter].weight

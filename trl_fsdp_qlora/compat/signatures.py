@@ -4,11 +4,11 @@ import ast
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
 
 
-def misfits(owner: Any, expected: dict[str, str]) -> list[str]:
+def misfits(owner: object, expected: dict[str, str]) -> list[str]:
     """The differences of `owner` (a module, a class) from `expected`: dotted name -> its parameters in order."""
     problems = []
     for name, parameters in expected.items():
@@ -29,7 +29,7 @@ def constructor_parameters(cls: type) -> list[str]:
     Trackers and profilers put a wrapper of `(self, *args, **kwargs)` in its place. The names are then those in the
     source of the class.
     """
-    parameters = inspect.signature(cls.__init__).parameters
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]  # of the class, not of an instance
     if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
         return list(parameters)[1:]
     module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
@@ -42,7 +42,7 @@ def constructor_parameters(cls: type) -> list[str]:
 _LIBRARIES = {"accelerate", "deepspeed", "peft", "torch", "transformers", "trl", "trl_fsdp_qlora", "wandb"}
 
 
-def is_of_library(function: Any) -> bool:
+def is_of_library(function: Callable) -> bool:
     """Whether a hook or a forward was written in one of the libraries below this package, and not by the user."""
     while isinstance(function, functools.partial):
         function = function.func

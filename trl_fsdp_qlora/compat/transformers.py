@@ -6,8 +6,8 @@
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,7 +24,11 @@ from transformers import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
+from ..utils.replaced import replaced
 from .peft import is_peft
+
+if TYPE_CHECKING:
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 # The argument for a model's cache, which is also the entry of its outputs. Transformers 5.24 gave it a new name.
 _prepares_inputs = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
@@ -48,12 +52,14 @@ def tokenizer_of(processing: PreTrainedTokenizerBase | ProcessorMixin) -> PreTra
     return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
 
 
-def quantization_of(config: PretrainedConfig) -> Any:
+def quantization_of(config: PretrainedConfig) -> "QuantizationConfigMixin | dict | None":
     """How the weights of a checkpoint or of a loaded model are quantized; `None` if they are not."""
     return vars(config).get("quantization_config")
 
 
-def model_class(config: PretrainedConfig, name: str | None = None) -> Any:
+def model_class(
+    config: PretrainedConfig, name: str | None = None
+) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
     """The auto class that builds the same class as TRL, which is `config.architectures[0]`.
 
     A family of models may have two classes, one for text and one that takes images too, with different names of
@@ -72,7 +78,7 @@ def model_class(config: PretrainedConfig, name: str | None = None) -> Any:
     return AutoModelForImageTextToText if "AutoModelForImageTextToText" in remote else AutoModelForCausalLM
 
 
-def cache_name(cls: type) -> str | None:
+def cache_name(cls: type[nn.Module]) -> str | None:
     """The argument for the cache of `cls`, a class of models or of layers; `None` if it takes no cache."""
     parameters = inspect.signature(cls.forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
@@ -108,6 +114,13 @@ def attention_named(config: PretrainedConfig, name: str) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = registered
+
+
+def loading_no_optimizer() -> AbstractContextManager:
+    """Let transformers' own `_load_optimizer_and_scheduler` do nothing inside the block; a subclass's still runs."""
+    from transformers import Trainer  # which imports PEFT and datasets
+
+    return replaced(Trainer, _load_optimizer_and_scheduler=lambda trainer, checkpoint: None)
 
 
 def has_accelerator() -> bool:

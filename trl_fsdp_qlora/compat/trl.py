@@ -47,6 +47,8 @@ BORROWED = {
     "parse_response": ("trl.chat_template_utils", "episodes with tools"),
     "supports_tool_calling": ("trl.chat_template_utils", "episodes with tools"),
 }
+# TRL's arguments of images: tensors, lists of tensors by row, and numbers of images.
+Vision = dict[str, Any]
 INSTALL = f"pip install 'trl~={TESTED_TRL[-1]}.0'"
 _this = sys.modules[__name__]  # functions below read borrowed names from it
 
@@ -101,7 +103,24 @@ def is_tested(version: str | None = None) -> bool:
     return False
 
 
-def is_padded_by_row(vision: dict[str, Any]) -> bool:
+@functools.cache
+def words_of(trainer: str) -> frozenset[str]:
+    """The words that are constants in the methods of TRL's class `trainer`; none if TRL has no such class.
+
+    TRL compares options such as `loss_type` with them, and lists them nowhere else.
+    """
+    constants: list = []
+    for method in vars(getattr(import_module("trl"), trainer, object)).values():
+        function = inspect.unwrap(method) if callable(method) else None
+        constants += getattr(getattr(function, "__code__", None), "co_consts", ())
+    words = set()
+    for constant in constants:
+        parts = constant if isinstance(constant, (tuple, frozenset)) else (constant,)
+        words.update(part for part in parts if isinstance(part, str) and part.isidentifier())
+    return frozenset(words)
+
+
+def is_padded_by_row(vision: Vision) -> bool:
     """Whether pixels are padded to as many images in each row as any row has (Idefics, SmolVLM).
 
     The mask over pixels then is `(B, images, height, width)`. TRL 1.16 compares the number of rows with that of
@@ -111,14 +130,14 @@ def is_padded_by_row(vision: dict[str, Any]) -> bool:
     return isinstance(mask, torch.Tensor) and mask.ndim == 4
 
 
-def images_by_row(vision: dict[str, Any]) -> dict[str, Any]:
+def images_by_row(vision: Vision) -> Vision:
     """`split_pixel_values_by_grid`: pixels and grids as lists with an entry per row, or padded tensors as they are."""
     if "pixel_values" not in vision or is_padded_by_row(vision):
         return vision
     return _this.split_pixel_values_by_grid(vision)
 
 
-def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:
+def rows_of_images(vision: Vision, rows: Iterable[int]) -> Vision:
     """TRL's vision arguments for some rows of a batch: pixels and grids per image, everything else per row."""
     by_row = images_by_row(vision)
     rows = [int(row) for row in rows]
@@ -130,7 +149,7 @@ def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any
     return joined_images(chosen)
 
 
-def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
+def joined_images(batch: Vision) -> Vision:
     """`unsplit_pixel_values_by_grid`, without pixels if no row has an image: vision towers refuse empty tensors."""
     if batch.get("num_images") is not None and not any(batch["num_images"]):
         of_images = ("pixel_", "image_", "num_images", "num_tiles", "spatial_")

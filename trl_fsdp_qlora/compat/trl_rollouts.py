@@ -1,12 +1,14 @@
 """TRL's rollouts: what its trainers hand from turn to turn, and what they do with prompts, tools and rewards."""
 
+from __future__ import annotations
+
 import hashlib
 import inspect
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
@@ -15,6 +17,10 @@ from packaging.version import Version
 from ..utils.replaced import replaced
 from . import trl as trls
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from trl import GRPOTrainer
+
 logger = get_logger(__name__)
 
 # A micro-batch's key for the log-probabilities of the old policy, which it may lack.
@@ -22,6 +28,8 @@ OLD_LOGPS = "old_per_token_logps"
 REFERENCE_LOGPS = "ref_per_token_logps"
 SAMPLED_LOGPS = "sampling_per_token_logps"
 COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
+# Ours: for each episode its rows, if any episode has several (`trainers/step/rows.py`).
+ROWS = "rows"
 IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
 # TRL's metrics of these ratios.
 SAMPLING_METRICS = (
@@ -39,16 +47,16 @@ GROUP_SPREAD = "frac_reward_zero_std"
 _OF_SHUFFLING = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
 
 
-def with_names(method: Callable, **names: Any) -> Callable:
+def with_names(method: types.MethodType, **names: object) -> types.MethodType:
     """A copy of a bound method that finds `names` in the place of those in its module; no other caller sees them."""
     function = inspect.unwrap(method)
     function = getattr(function, "__func__", function)
     names = {**function.__globals__, **names}
     copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    return copy.__get__(method.__self__)
+    return types.MethodType(copy, method.__self__)
 
 
-def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: Callable) -> Callable:
+def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: types.MethodType) -> types.MethodType:
     """`_prepare_inputs` of TRL's trainers, which shuffles a generation batch by `shuffle`.
 
     If TRL shuffles by another name, `prepare_inputs` is returned as it is, and a line is logged.
@@ -66,14 +74,14 @@ def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: Callable) -> C
 
 
 def weighs_as_1_16() -> bool:
-    """Whether TRL's importance weights of vLLM's samples have the formula in `vllm/correction.py`, that of TRL 1.16.
+    """Whether TRL weighs vLLM's samples by the formula in `engines/vllm/correction.py`, that of TRL 1.16.
 
     TRL 1.17 corrects them for `top_p`, `top_k` and `min_p` (trl#6789), so a newer TRL computes its own.
     """
     return Version(import_module("trl").__version__).release[:2] <= (1, 16)
 
 
-def unwrapped_for_generation(*args, gradient_checkpointing_kwargs: dict | None, **options) -> Any:
+def unwrapped_for_generation(*args, gradient_checkpointing_kwargs: dict | None, **options) -> AbstractContextManager:
     """`unwrap_model_for_generation`, which takes `gradient_checkpointing_kwargs` from TRL 1.16 on."""
     unwrap = trls.unwrap_model_for_generation
     if "gradient_checkpointing_kwargs" in inspect.signature(unwrap).parameters:
@@ -81,7 +89,7 @@ def unwrapped_for_generation(*args, gradient_checkpointing_kwargs: dict | None, 
     return unwrap(*args, **options)
 
 
-def rewards_of_rank(trainer: Any, rows: list, prompts: list, completions: list, ids: list) -> torch.Tensor:
+def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions: list, ids: list) -> torch.Tensor:
     """TRL's rewards of R completions by K functions, `(R, K)`, of this rank alone and not logged.
 
     TRL itself gathers the rewards at the end.
@@ -93,22 +101,22 @@ def rewards_of_rank(trainer: Any, rows: list, prompts: list, completions: list, 
         return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
 
 
-def rewarding_with(trainer: Any, functions: list) -> AbstractContextManager[None]:
+def rewarding_with(trainer: GRPOTrainer, functions: list) -> AbstractContextManager[None]:
     """A block in which TRL's `_calculate_rewards` calls `functions` in place of the trainer's `reward_funcs`."""
     return replaced(trainer, reward_funcs=functions)
 
 
-def has_response_format(tokenizer: Any) -> bool:
+def has_response_format(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether `parse_response` can read a completion's parts, such as tool calls."""
     return bool(getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None))
 
 
-def with_response_schema(tokenizer: Any) -> Any:
+def with_response_schema(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """`tokenizer`, changed as in `GRPOTrainer` to read tool calls; a `response_template` of its own stays."""
     return tokenizer if has_response_format(tokenizer) else trls.add_response_schema(tokenizer)
 
 
-def training_chat_template(tokenizer: Any) -> str | None:
+def training_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The chat template that `GRPOTrainer` uses for episodes instead of the tokenizer's own.
 
     It is `None` if `GRPOTrainer` uses the tokenizer's own.
@@ -118,7 +126,9 @@ def training_chat_template(tokenizer: Any) -> str | None:
     return trls.get_training_chat_template(tokenizer)
 
 
-def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dict) -> dict[str, list[list[int]]]:
+def token_types_of_images(
+    trainer: GRPOTrainer, prompt_ids: list[list[int]], fields: dict
+) -> dict[str, list[list[int]]]:
     """The field by which a model distinguishes an image's tokens from text, for prompts that got images from tools.
 
     `GRPOTrainer._generate_single_turn` makes it too, inside of its own call of `generate`. Nothing if no prompt has an
@@ -136,7 +146,7 @@ class Turn(NamedTuple):
 
     prompt_ids: list[list[int]]
     images: list[list | None] | None
-    multimodal_fields: dict[str, Any]
+    multimodal_fields: trls.Vision
     num_generations: int
     has_tool_images: bool = False
 
@@ -166,7 +176,7 @@ def foreign_turn(method: Callable) -> str | None:
     return f"{module}._generate_single_turn is not that of a TRL that was tested"
 
 
-def _module_of(function: Any) -> str:
+def _module_of(function: Callable) -> str:
     """The module whose source has a function; not its `__module__`, which `functools.wraps` copies."""
     return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
@@ -176,7 +186,7 @@ def source_digest(function: Callable) -> str:
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
-def turn_of(stock: Callable, args: tuple, kwargs: dict[str, Any], num_generations: int) -> Turn | None:
+def turn_of(stock: Callable, args: tuple, kwargs: dict[str, object], num_generations: int) -> Turn | None:
     """The arguments of a call of `stock`, TRL's `_generate_single_turn`; `None`, and a line, if it has to draw itself.
 
     It has to if its code is not TRL's, or if an argument is not known.

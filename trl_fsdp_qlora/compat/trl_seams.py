@@ -5,9 +5,12 @@ is no seam. A TRL that nobody has run us with is compared with the table when a 
 """
 
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .trl import INSTALL, MissingName
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ REPLACED = {
 }
 
 
-def check(trainer: Any, stock: type) -> None:
+def check(trainer: "Trainer", stock: type) -> None:
     """Log a line for each seam that `stock`, TRL's class of the trainer, lacks.
 
     Raises:

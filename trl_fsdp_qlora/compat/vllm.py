@@ -1,22 +1,31 @@
 """Names borrowed from TRL's vLLM code and from vLLM."""
 
+from __future__ import annotations
+
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from trl.trainer import grpo_trainer
 
 from ..utils.replaced import replaced
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+    from trl.generation.vllm_generation import VLLMGeneration
+    from vllm import LLM
+
+    # Further arguments of `vllm.LLM`, by their names.
+    EngineArguments = Callable[[PreTrainedModel, Accelerator], dict[str, object]]
+
 
 @contextmanager
-def trl_starts(
-    make_engine: Callable[..., Any] | None, engine_kwargs: Callable[[Any, Any], dict[str, Any]]
-) -> Iterator[None]:
+def trl_starts(make_engine: Callable[..., VLLMGeneration] | None, engine_kwargs: EngineArguments) -> Iterator[None]:
     """Make a trainer of TRL's start another engine inside the block, or its own engine with further options.
 
     TRL has no argument for either. Its trainers and its engine look the classes up by name in their modules, so these
@@ -29,19 +38,20 @@ def trl_starts(
     """
     if make_engine is None:
         make_engine = partial(_start_trls_own, grpo_trainer.VLLMGeneration, engine_kwargs)
-    with replaced(grpo_trainer, VLLMGeneration=make_engine), ExitStack() as stack:
-        of_rloo = sys.modules.get("trl.trainer.rloo_trainer")  # if a trainer of RLOO is what starts
-        if of_rloo is not None:
-            stack.enter_context(replaced(of_rloo, VLLMGeneration=make_engine))
+    modules = grpo_trainer, sys.modules.get("trl.trainer.rloo_trainer")  # the latter if a trainer of RLOO starts
+    with ExitStack() as stack:
+        for module in modules:
+            if module is not None:
+                stack.enter_context(replaced(module, VLLMGeneration=make_engine))
         yield
 
 
-def _start_trls_own(stock: Callable[..., Any], engine_kwargs: Callable[[Any, Any], dict[str, Any]], **options) -> Any:
+def _start_trls_own(stock: type[VLLMGeneration], engine_kwargs: EngineArguments, **options) -> VLLMGeneration:
     with llm_with(engine_kwargs(options["model"], options["accelerator"])):
         return stock(**options)
 
 
-def llm_with(further: dict[str, Any], wrap: Callable[[Any], Any] = lambda llm: llm) -> AbstractContextManager:
+def llm_with(further: dict[str, object], wrap: Callable[[LLM], object] = lambda llm: llm) -> AbstractContextManager:
     """A context in which TRL's engine makes `vllm.LLM` with `further` arguments, which take precedence.
 
     `wrap` returns what the engine uses in its place.
@@ -55,7 +65,7 @@ def llm_with(further: dict[str, Any], wrap: Callable[[Any], Any] = lambda llm: l
     return replaced(vllm_generation, LLM=lambda **trls: wrap(start(**(trls | further))))
 
 
-def skip_destroyed_groups(llm: Any) -> None:
+def skip_destroyed_groups(llm: LLM) -> None:
     """Let vLLM's `LLM` in this process end without a traceback after `torch.distributed.destroy_process_group()`.
 
     When the engine is collected, or the process ends, vLLM destroys its own process groups, which
@@ -63,7 +73,9 @@ def skip_destroyed_groups(llm: Any) -> None:
     """
     client = getattr(llm.llm_engine, "engine_core", None)
     finalizer = getattr(client, "_finalizer", None)
-    ending = None if finalizer is None else finalizer.detach()
+    if client is None or finalizer is None:
+        return
+    ending = finalizer.detach()
     if ending is not None:
         _, shut_down, args, kwargs = ending
         client._finalizer = weakref.finalize(client, _if_groups_exist, shut_down, *args, **kwargs)

@@ -3,6 +3,11 @@
 Whatever the accelerate config's `fsdp_state_dict_type` is, a checkpoint of a sharded run is
 `adapter_model.safetensors` plus `optimizer.pt`. Both are small compared with the base, so rank 0 can write them whole.
 Any number of processes, sharded or not, can continue from these files.
+
+`torch.distributed.checkpoint.state_dict` (torch 2.13) was tried in place of this file. `get_model_state_dict` gathers
+every weight of the base, or with `ignore_frozen_params` leaves out TRL's frozen adapter `ref` and keeps the base's
+buffers. `get_optimizer_state_dict` names parameters, where `optimizer.pt` of a single process counts them, and
+`set_optimizer_state_dict` raises a `KeyError` for such a file.
 """
 
 from pathlib import Path
@@ -33,9 +38,12 @@ def _gathered(tensors: dict) -> dict:
     is_writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     on_host = {}
     for name, value in tensors.items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if torch.is_tensor(value) and is_writer:
+            value = value.detach().cpu()
         if is_writer:
-            on_host[name] = whole.detach().cpu() if torch.is_tensor(whole) else whole
+            on_host[name] = value
     return on_host
 
 
@@ -44,7 +52,8 @@ def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     whole = whole.to(target.dtype)
     if isinstance(target, DTensor):
         mesh = target.device_mesh
-        whole = distribute_tensor(whole.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
+        on_device = whole.to(mesh.device_type)
+        whole = distribute_tensor(on_device, mesh, target.placements, src_data_rank=None)
     return whole.to(target.device)  # under CPU offloading the target's device is not the mesh's
 
 
@@ -69,7 +78,9 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
     """
     parameters = _adapter_parameters(model)
     for adapter_name in model.peft_config:
-        source = Path(folder) if adapter_name == "default" else Path(folder) / adapter_name
+        source = Path(folder)
+        if adapter_name != "default":
+            source = source / adapter_name
         saved = load_peft_weights(str(source), device="cpu")
         # PEFT renames parameters to the names in its files; the values stay the parameters themselves.
         targets = get_peft_model_state_dict(
@@ -81,13 +92,15 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
                 f"or too many {unmatched[:2]}; use the peft config of the run that wrote it"
             )
         for name, parameter in targets.items():
-            parameter.copy_(_like(saved[name], parameter))
+            shard = _like(saved[name], parameter)
+            parameter.copy_(shard)
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer) -> dict:
     """The optimizer's `state_dict` with every shard gathered. Collective; only rank 0 gets the values."""
     state_dict = optimizer.state_dict()
-    state_dict["state"] = {index: _gathered(entry) for index, entry in state_dict["state"].items()}
+    by_index = state_dict["state"]
+    state_dict["state"] = {index: _gathered(entry) for index, entry in by_index.items()}
     return state_dict
 
 
@@ -97,9 +110,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     state = {}
     for index, entry in saved["state"].items():
         parameter = parameters[index]
-        state[index] = {}
+        of_parameter = state[index] = {}
         for key, value in entry.items():
             # State of the parameter's shape is sharded like the parameter; step counts are scalars.
-            has_shape = torch.is_tensor(value) and value.shape == parameter.shape
-            state[index][key] = _like(value, parameter) if has_shape else value
+            if torch.is_tensor(value) and value.shape == parameter.shape:
+                value = _like(value, parameter)
+            of_parameter[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})

@@ -10,6 +10,7 @@ adapter's gradients cross the network. Plain FSDP2 is one replica of all ranks.
 """
 
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.fsdp import filled_shard, plain_name
 from .experts import packed_experts
-from .packed_linear import PackedLinear4bit, convert_layer, pack_model, quantized_layers
+from .packed_linear import ByteLayout, PackedLinear4bit, convert_layer, pack_model, quantized_layers
+
+T = TypeVar("T")
 
 
 class BaseNotSharded(RuntimeError):
@@ -33,12 +36,20 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def _from_rank_0(value: T) -> T:
+    """Rank 0's value on every rank."""
+    sent = [value]
+    dist.broadcast_object_list(sent, src=0)
+    return sent[0]
+
+
 def _replace(model: nn.Module, new_by_old: dict[int, nn.Parameter]) -> None:
     """Replace parameters in every place that registers them, so that tied weights stay tied."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in new_by_old:
-                module._parameters[name] = new_by_old[id(parameter)]
+        for name, old in module._parameters.items():
+            new = new_by_old.get(id(old))
+            if new is not None:
+                module._parameters[name] = new
 
 
 def broadcast_trainable(
@@ -51,25 +62,30 @@ def broadcast_trainable(
     """
     new_by_old = {}
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            data = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.data.to(device)
-            data = data.to(dtype)
-            dist.broadcast(data, src=0)
-            new_by_old[id(parameter)] = nn.Parameter(data)
+        if not parameter.requires_grad:
+            continue
+        if parameter.is_meta:
+            data = torch.empty_like(parameter, device=device, dtype=dtype)
+        else:
+            data = parameter.data.to(device, dtype)
+        dist.broadcast(data, src=0)
+        new_by_old[id(parameter)] = nn.Parameter(data)
     _replace(model, new_by_old)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [new_by_old.get(id(parameter), parameter) for parameter in group["params"]]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group in groups:
+        group["params"] = [new_by_old.get(id(parameter), parameter) for parameter in group["params"]]
 
 
 def broadcast_buffers(model: nn.Module, device: torch.device) -> None:
     """Give every rank rank 0's buffers (rotary frequencies and the like), persistent or not."""
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    sent = [{name: buffer.cpu() for name, buffer in buffers.items()} if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(sent, src=0)
-    for name, buffer in sent[0].items():
-        module, _, buffer_name = name.rpartition(".")
-        model.get_submodule(module)._buffers[buffer_name] = buffer.to(device)
+    on_host = {}
+    if dist.get_rank() == 0:
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            on_host[name] = buffer.cpu()
+    for name, buffer in _from_rank_0(on_host).items():
+        module_name, _, buffer_name = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        module._buffers[buffer_name] = buffer.to(device)
 
 
 def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
@@ -80,17 +96,20 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
     Raises:
         RuntimeError: the model of another rank has other weights than rank 0's.
     """
-    layouts = pack_model(model) if is_source else None
+    source = {}
+    layouts: dict[str, ByteLayout] = {}
+    if is_source:
+        layouts = pack_model(model)
+        source = {name: parameter.data for name, parameter in _frozen(model).items()}
     # Rank 0's model decides shapes and dtypes, because a checkpoint may keep single modules in float32.
-    plan = [(layouts, {n: (tuple(p.shape), p.dtype) for n, p in _frozen(model).items()})]
-    dist.broadcast_object_list(plan, src=0)
-    layouts, spec = plan[0]
-    source = {name: parameter.data for name, parameter in _frozen(model).items()} if is_source else {}
+    spec = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in _frozen(model).items()}
+    layouts, spec = _from_rank_0((layouts, spec))
 
     for name, layer in quantized_layers(model).items():
         if not isinstance(layer, PackedLinear4bit):
-            flat = torch.empty(layouts[name].total_bytes, dtype=torch.uint8, device="meta")
-            convert_layer(layer, flat, layouts[name])
+            layout = layouts[name]
+            flat = torch.empty(layout.total_bytes, dtype=torch.uint8, device="meta")
+            convert_layer(layer, flat, layout)
     frozen = _frozen(model)
     if unmatched := sorted(frozen.keys() ^ spec.keys()):
         raise RuntimeError(
@@ -100,7 +119,8 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
     new_by_old = {}
     for name, parameter in frozen.items():
         shape, dtype = spec[name]
-        new_by_old[id(parameter)] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        empty = torch.empty(shape, dtype=dtype, device="meta")
+        new_by_old[id(parameter)] = nn.Parameter(empty, requires_grad=False)
     _replace(model, new_by_old)
     return source
 
@@ -117,21 +137,32 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
         if not parameter.is_meta:
             continue
         mesh = parameter.device_mesh  # FSDP2's, or HSDP's, whose last dimension is a replica
-        replica = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
-        rows = -(-parameter.shape[0] // len(replica))
-        if dist.get_rank() == replica[0]:
-            pieces = source.pop(plain_name(name)).split(rows)
-            local = pieces[0].to(device, copy=True)
-            for peer, piece in zip(replica[1:], pieces[1:], strict=False):  # the last ranks may have no row
-                dist.send(piece.to(device).contiguous(), dst=peer)
-            del pieces
+        replica = mesh.get_group(mesh.ndim - 1)
+        ranks = dist.get_process_group_ranks(replica)
+        if dist.get_rank() == ranks[0]:
+            whole = source.pop(plain_name(name))
+            local = _send_rows(whole, ranks, device)
+            del whole
         else:
-            local = torch.empty(parameter.data.to_local().shape, dtype=parameter.dtype, device=device)
+            shape = parameter.data.to_local().shape
+            local = torch.empty(shape, dtype=parameter.dtype, device=device)
             if local.numel():
-                dist.recv(local, src=replica[0])
-        sharded = filled_shard(parameter.data, local.cpu() if offload else local)
-        new_by_old[id(parameter)] = nn.Parameter(sharded, requires_grad=False)
+                dist.recv(local, src=ranks[0])
+        if offload:
+            local = local.cpu()
+        shard = filled_shard(parameter.data, local)
+        new_by_old[id(parameter)] = nn.Parameter(shard, requires_grad=False)
     _replace(model, new_by_old)
+
+
+def _send_rows(whole: torch.Tensor, ranks: list[int], device: torch.device) -> torch.Tensor:
+    """Send each rank but the first, which is this one, its rows of a weight, and return a copy of this rank's."""
+    rows = -(-len(whole) // len(ranks))
+    of_this_rank, *of_others = whole.split(rows)
+    for rank, piece in zip(ranks[1:], of_others, strict=False):  # the last ranks may have no row
+        on_device = piece.to(device).contiguous()
+        dist.send(on_device, dst=rank)
+    return of_this_rank.to(device, copy=True)
 
 
 @dataclass(frozen=True)
@@ -159,12 +190,11 @@ class BaseBytes:
 
     def __str__(self) -> str:
         mib = 2**20
-        return (
-            f"4-bit base: {self.quantized_local / mib:.2f} of {self.quantized_full / mib:.2f} MiB on this rank (ratio "
-            f"{self.ratio:.3f} on {self.world_size} ranks; quantization state is "
-            f"{self.state_full / self.quantized_full:.1%} of it); other frozen weights: "
-            f"{self.other_local / mib:.2f} of {self.other_full / mib:.2f} MiB"
-        )
+        packed = f"{self.quantized_local / mib:.2f} of {self.quantized_full / mib:.2f} MiB on this rank"
+        ratio = f"ratio {self.ratio:.3f} on {self.world_size} ranks"
+        state = f"quantization state is {self.state_full / self.quantized_full:.1%} of it"
+        others = f"{self.other_local / mib:.2f} of {self.other_full / mib:.2f} MiB"
+        return f"4-bit base: {packed} ({ratio}; {state}); other frozen weights: {others}"
 
 
 def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
@@ -175,26 +205,33 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     Raises:
         BaseNotSharded: a rank holds more bytes than FSDP2's even split, which rounds rows up.
     """
-    # Each packed parameter, and the bytes of its quantization state.
-    packed = [(layer.weight, layer.layout.state_bytes) for layer in quantized_layers(model).values()]
+    packed = []
+    state_bytes = 0
+    for layer in quantized_layers(model).values():
+        packed.append(layer.weight)
+        state_bytes += layer.layout.state_bytes
     for experts in packed_experts(model).values():
         for name, layout in experts.layouts.items():
-            packed.append((experts.get_parameter(name), experts.num_experts * layout.state_bytes))
-    packed_ids = {id(parameter) for parameter, _ in packed}
+            packed.append(experts.get_parameter(name))
+            state_bytes += experts.num_experts * layout.state_bytes
+    packed_ids = {id(parameter) for parameter in packed}
     unpacked = [parameter for parameter in _frozen(model).values() if id(parameter) not in packed_ids]
+    # Bytes of the storage, not of the view: a view into the whole weight is not a shard.
+    storages = [_local(parameter).untyped_storage() for parameter in packed]
     measured = BaseBytes(
-        # Bytes of the storage, not of the view: a view into the whole weight is not a shard.
-        quantized_local=sum(_local(parameter).untyped_storage().nbytes() for parameter, _ in packed),
-        quantized_full=sum(parameter.numel() for parameter, _ in packed),
-        state_full=sum(state_bytes for _, state_bytes in packed),
+        quantized_local=sum(storage.nbytes() for storage in storages),
+        quantized_full=sum(parameter.numel() for parameter in packed),
+        state_full=state_bytes,
         other_local=sum(_local(parameter).nbytes for parameter in unpacked),
         other_full=sum(parameter.numel() * parameter.element_size() for parameter in unpacked),
         world_size=world_size,
     )
     allowed = 0
-    for parameter, _ in packed:
-        rows = -(-parameter.shape[0] // world_size)
-        allowed += rows * (parameter.numel() // parameter.shape[0])
+    for parameter in packed:
+        all_rows = len(parameter)
+        most_rows = -(-all_rows // world_size)
+        bytes_per_row = parameter.numel() // all_rows
+        allowed += most_rows * bytes_per_row
     if measured.quantized_local > allowed:
         raise BaseNotSharded(
             f"this rank holds {measured.quantized_local} bytes of the 4-bit base, and an even split over "

@@ -57,11 +57,13 @@ _STRIDE_BYTES = 16
 
 def dense_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Modules whose experts are 3-D parameters of numbers, by name."""
-    dense = {}
-    for name, module in model.named_modules():
-        if is_experts(module) and any(getattr(module, x, torch.empty(0)).ndim == 3 for x in PROJECTIONS):
-            dense[name] = module
-    return dense
+    return {name: module for name, module in model.named_modules() if is_experts(module) and _projections(module)}
+
+
+def _projections(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """The projections of all experts that are a parameter of numbers, by name."""
+    parameters = dict(experts.named_parameters(recurse=False))
+    return {name: weight for name, weight in parameters.items() if name in PROJECTIONS and weight.ndim == 3}
 
 
 def packed_experts(model: nn.Module) -> dict[str, "PackedExperts"]:
@@ -93,79 +95,103 @@ class PackedExperts(nn.Module):
         """
         tokens, k = top_k_index.shape
         # A GPU sorts by eight bits at a time.
-        expert_S, order_S = torch.sort(top_k_index.reshape(-1).to(torch.int16), stable=True)
-        inputs = hidden_states if self.compute_dtype is None else hidden_states.to(self.compute_dtype)
+        index_S = top_k_index.reshape(-1).to(torch.int16)
+        expert_S, order_S = torch.sort(index_S, stable=True)
+        inputs = hidden_states
+        if self.compute_dtype is not None:
+            inputs = inputs.to(self.compute_dtype)
         inputs_SH = inputs[order_S // k]
         if len(inputs_SH) and multiplies_groups(inputs.device) and self._fits_groups(inputs.dtype):
             out_SH = self._in_groups(inputs_SH, expert_S)
         else:
             out_SH = self._one_by_one(inputs_SH, expert_S)
-        out_SH = out_SH * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
+        weights_S = top_k_weights.reshape(-1)[order_S]
+        out_SH = out_SH * weights_S.unsqueeze(-1)
         # The k results of a token are put next to each other, so that they are summed in a fixed order.
-        out = torch.empty_like(out_SH).index_copy(0, order_S, out_SH)
-        return out.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+        by_token_SH = torch.empty_like(out_SH).index_copy(0, order_S, out_SH)
+        summed = by_token_SH.view(tokens, k, -1).sum(1)
+        return summed.to(hidden_states.dtype)
 
     def _layer(self, project: Callable[[str, torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """The expert's MLP on rows `x`; `project(name, x)` multiplies rows by a projection's weights."""
-        hidden = project("gate_up_proj" if self.has_gate else "up_proj", x)
-        hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+        if self.has_gate:
+            hidden = self._apply_gate(project("gate_up_proj", x))
+        else:
+            hidden = self.act_fn(project("up_proj", x))
         out = project("down_proj", hidden)
-        return self.post_expert_norm(out) if self.has_post_expert_norm else out
+        if self.has_post_expert_norm:
+            out = self.post_expert_norm(out)
+        return out
 
     # --- expert by expert
 
     def _one_by_one(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
         counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
-        # `unbind` instead of an index per expert: the backward of each index would allocate gradients of all experts.
-        lora = {
-            name: [(lhs_EOR.unbind(), rhs_ERI.unbind(), scaling) for lhs_EOR, rhs_ERI, scaling in factors]
-            for name, factors in self.lora.items()
-        }
+        lora = {}
+        for name, factors in self.lora.items():
+            # An index per expert would, in its backward, allocate gradients of all experts.
+            lora[name] = [(lhs_EOR.unbind(), rhs_ERI.unbind(), scaling) for lhs_EOR, rhs_ERI, scaling in factors]
         outputs = [inputs_SH[:0]]  # for a batch without tokens
         for expert, x in enumerate(inputs_SH.split(counts)):
             if len(x):
-                outputs.append(self._layer(partial(self._project, expert=expert, lora=lora), x))
+                project = partial(self._project, expert=expert, lora=lora)
+                outputs.append(self._layer(project, x))
         return torch.cat(outputs)
 
     def _project(self, name: str, x: torch.Tensor, expert: int, lora: dict[str, list]) -> torch.Tensor:
         weight, state = self._views(name, expert)
-        bias = self.get_parameter(f"{name}_bias")[expert].to(x.dtype) if self.has_bias else None
+        bias = None
+        if self.has_bias:
+            bias = self.get_parameter(f"{name}_bias")[expert].to(x.dtype)
+        # bitsandbytes' product on a CPU wants whole blocks in a row.
         if x.device.type == "cpu" and state.shape[1] % state.blocksize:
-            out = nn.functional.linear(x, _dequantize(weight, state).to(x.dtype), bias)
+            dense = _dequantize(weight, state).to(x.dtype)
+            out = nn.functional.linear(x, dense, bias)
         else:
             out = matmul_4bit(x, weight, bias=bias, quant_state=state)
         for lhs, rhs, scaling in lora.get(name, ()):
-            low = nn.functional.linear(x.to(rhs[expert].dtype), rhs[expert])
-            out = out + scaling * nn.functional.linear(low, lhs[expert]).to(out.dtype)
+            rhs_RI = rhs[expert]
+            low = nn.functional.linear(x.to(rhs_RI.dtype), rhs_RI)
+            update = nn.functional.linear(low, lhs[expert])
+            out = out + scaling * update.to(out.dtype)
         return out
 
     def _views(self, name: str, expert: int) -> tuple[torch.Tensor, QuantState]:
-        return from_bytes(self.get_parameter(name).data[expert], self.layouts[name])
+        rows_EB = self.get_parameter(name).data
+        return from_bytes(rows_EB[expert], self.layouts[name])
 
     # --- all experts of a product at once
 
     def _fits_groups(self, dtype: torch.dtype) -> bool:
         """Whether the shapes can be multiplied in groups, and several experts dequantized in one call."""
-        return dtype in (torch.bfloat16, torch.float16, torch.float32) and all(
-            layout.shape[0] * layout.shape[1] % layout.blocksize == 0
-            and all(size * dtype.itemsize % _STRIDE_BYTES == 0 for size in layout.shape)
-            for layout in self.layouts.values()
-        )
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return False
+        for layout in self.layouts.values():
+            if math.prod(layout.shape) % layout.blocksize:
+                return False
+            if any(size * dtype.itemsize % _STRIDE_BYTES for size in layout.shape):
+                return False
+        return True
 
     def _in_groups(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
         experts = torch.arange(self.num_experts, device=expert_S.device, dtype=expert_S.dtype)
         ends = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
-        return self._layer(partial(self._project_groups, expert_S=expert_S, ends=ends), inputs_SH)
+        project = partial(self._project_groups, expert_S=expert_S, ends=ends)
+        return self._layer(project, inputs_SH)
 
     def _project_groups(self, name: str, x_SI, expert_S, ends) -> torch.Tensor:
         out = _GroupedLinear4bit.apply(x_SI, self.get_parameter(name).data, self.layouts[name], ends)
         if self.has_bias:
-            out = out + self.get_parameter(f"{name}_bias").to(out.dtype)[expert_S.long()]
+            bias_EO = self.get_parameter(f"{name}_bias").to(out.dtype)
+            out = out + bias_EO[expert_S.long()]
+        device_type = x_SI.device.type
         for lhs_EOR, rhs_ERI, scaling in self.lora.get(name, ()):
-            device = x_SI.device.type  # autocast does not cover grouped products
-            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rhs_ERI.dtype
+            dtype = rhs_ERI.dtype
+            if torch.is_autocast_enabled(device_type):  # which does not cover grouped products
+                dtype = torch.get_autocast_dtype(device_type)
             # Zeros fill LoRA's rank up to a multiple of the stride.
-            fill = -rhs_ERI.shape[1] % (_STRIDE_BYTES // dtype.itemsize)
+            stride = _STRIDE_BYTES // dtype.itemsize
+            fill = -rhs_ERI.shape[1] % stride
             rhs_ERI = nn.functional.pad(rhs_ERI.to(dtype), (0, 0, 0, fill))
             lhs_EOR = nn.functional.pad(lhs_EOR.to(dtype), (0, fill)).contiguous()
             low = _grouped_linear(x_SI.to(dtype), rhs_ERI, ends)
@@ -175,16 +201,22 @@ class PackedExperts(nn.Module):
 
     def dense(self, name: str) -> torch.Tensor:
         """A projection's weights as numbers, in transformers' own orientation: `(experts, out, in)`, or transposed."""
-        rows = [_dequantize(*self._views(name, expert)) for expert in range(self.num_experts)]
-        weight = torch.stack(rows)
-        return weight.transpose(1, 2).contiguous() if self.is_transposed else weight
+        weights = []
+        for expert in range(self.num_experts):
+            packed, state = self._views(name, expert)
+            weights.append(_dequantize(packed, state))
+        weight_EOI = torch.stack(weights)
+        if self.is_transposed:
+            return weight_EOI.transpose(1, 2).contiguous()
+        return weight_EOI
 
 
-def _dequantize(weight: torch.Tensor, state: QuantState) -> torch.Tensor:
+def _dequantize(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
     # As one row: bitsandbytes 0.50's AVX-512 kernel returns wrong weights for rows of 16, 48 or 80, but not of 64.
     shape = state.shape
-    state.shape = torch.Size((1, state.shape.numel()))
-    return dequantize_4bit(weight, state).view(shape)
+    state.shape = torch.Size((1, shape.numel()))
+    row = dequantize_4bit(packed, state)
+    return row.view(shape)
 
 
 @cache
@@ -195,11 +227,11 @@ def multiplies_groups(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return False
-    capability = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None:
         reason = "grouped products were not checked on ROCm"
-    elif capability < (8, 0):
-        reason = f"grouped products want compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+    elif major < 8:
+        reason = f"grouped products want compute capability 8.0, this device has {major}.{minor}"
     else:
         return True
     log_fallback(reason, "4-bit experts are computed one by one, with a wait for the device in every layer")
@@ -225,7 +257,8 @@ class _GroupedLinear4bit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_SO):
         (ends,) = ctx.saved_tensors
-        return _multiply(grad_SO, ctx.rows, ctx.layout, ends, transposed=False), None, None, None
+        grad_SI = _multiply(grad_SO, ctx.rows, ctx.layout, ends, transposed=False)
+        return grad_SI, None, None, None
 
 
 def _grouped_linear(x_SI, weight_EOI, ends) -> torch.Tensor:
@@ -238,36 +271,58 @@ def _grouped_linear(x_SI, weight_EOI, ends) -> torch.Tensor:
 def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torch.Tensor:
     """Grouped product with the dequantized weights `(experts, out, in)` or, `transposed`, `(experts, in, out)`."""
     x_SK = x_SK.contiguous()
-    if transposed and (out := multiply_packed(x_SK, rows_EB, layout, ends)) is not None:
-        return out
+    if transposed:
+        product = multiply_packed(x_SK, rows_EB, layout, ends)
+        if product is not None:
+            return product
     out_features, in_features = layout.shape
-    at_once = max(1, SCRATCH_BYTES // (out_features * in_features * x_SK.dtype.itemsize))
+    bytes_of_expert = out_features * in_features * x_SK.dtype.itemsize
+    at_once = max(1, SCRATCH_BYTES // bytes_of_expert)
+    parts = [slice(first, first + at_once) for first in range(0, len(rows_EB), at_once)]
 
     def weights(experts: slice) -> torch.Tensor:
-        dense = dequantize_rows(rows_EB[experts], layout, x_SK.dtype)
-        return dense.transpose(1, 2) if transposed else dense
+        dense_EOI = dequantize_rows(rows_EB[experts], layout, x_SK.dtype)
+        return dense_EOI.transpose(1, 2) if transposed else dense_EOI
 
-    out = x_SK.new_empty(len(x_SK), out_features if transposed else in_features)
-    parts = [slice(first, first + at_once) for first in range(0, len(rows_EB), at_once)]
-    if grouped_mm_is_a_loop(x_SK) and all(
-        multiply_groups(x_SK, weights(part), ends[part], out, part.start == 0) for part in parts
-    ):
-        return out
+    columns = out_features if transposed else in_features
+    out_SN = x_SK.new_empty(len(x_SK), columns)
+    if grouped_mm_is_a_loop(x_SK) and _multiply_by_kernel(x_SK, weights, ends, parts, out_SN):
+        return out_SN
     if len(parts) == 1:
         return nn.functional.grouped_mm(x_SK, weights(parts[0]), offs=ends)
-    # `grouped_mm` expects the first group at row 0. The host does not know the first row of these experts, so all rows
-    # are rotated by it on the device.
-    row_S = torch.arange(len(x_SK), device=x_SK.device)
+    return _multiply_rotated(x_SK, weights, ends, parts, out_SN)
+
+
+def _multiply_by_kernel(x_SK, weights: Callable[[slice], torch.Tensor], ends, parts: list[slice], out_SN) -> bool:
+    """Write the products to `out`, a part of the experts at a time; `False` if Triton cannot compute one."""
+    for part in parts:
+        is_first = part.start == 0
+        if not multiply_groups(x_SK, weights(part), ends[part], out_SN, is_first):
+            return False
+    return True
+
+
+def _multiply_rotated(
+    x_SK, weights: Callable[[slice], torch.Tensor], ends, parts: list[slice], out_SN
+) -> torch.Tensor:
+    """The products by torch's `grouped_mm`, a part of the experts at a time.
+
+    It expects the first group at row 0. The host does not know the first row of a part, so all rows are rotated by it
+    on the device.
+    """
+    rows = len(x_SK)
+    row_S = torch.arange(rows, device=x_SK.device)
     begin = torch.zeros_like(ends[0])
     for part in parts:
-        rotated = x_SK[(row_S + begin) % len(x_SK)]
-        product = nn.functional.grouped_mm(rotated, weights(part), offs=ends[part] - begin)
+        rotated_SK = x_SK[(row_S + begin) % rows]
+        product_SN = nn.functional.grouped_mm(rotated_SK, weights(part), offs=ends[part] - begin)
+        in_place_SN = product_SN[(row_S - begin) % rows]
         end = ends[part][-1]
         # `grouped_mm` does not write the rows behind the last group.
-        is_written = (row_S >= begin) & (row_S < end)
-        out = torch.where(is_written.unsqueeze(-1), product[(row_S - begin) % len(x_SK)], out)
+        is_written_S = (row_S >= begin) & (row_S < end)
+        out_SN = torch.where(is_written_S.unsqueeze(-1), in_place_SN, out_SN)
         begin = end
-    return out
+    return out_SN
 
 
 def dequantize_rows(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtype) -> torch.Tensor:
@@ -275,27 +330,30 @@ def dequantize_rows(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtyp
 
     The weights of an expert have to be whole blocks.
     """
-    if (dense := dequantize_experts(rows_EB, layout, dtype)) is not None:
-        return dense
+    dense_EOI = dequantize_experts(rows_EB, layout, dtype)
+    if dense_EOI is not None:
+        return dense_EOI
     weight, absmax, *nested = (rows_EB[:, section] for section in layout.sections)
     if layout.nested:
-        maxima, offset = (part.view(torch.float32).unsqueeze(-1) for part in nested)
-        maxima = maxima.expand(-1, -1, layout.nested_blocksize).flatten(1)[:, : absmax.shape[1]]
+        maxima, offset = (part.view(torch.float32) for part in nested)
+        blocks = absmax.shape[1]
+        maximum_of_block = maxima.unsqueeze(-1).expand(-1, -1, layout.nested_blocksize).flatten(1)[:, :blocks]
         codes = codebook(layout.nested_code, rows_EB.device)
-        absmax = codes[absmax.int()].mul_(maxima).add_(offset.squeeze(-1))
+        absmax = codes[absmax.int()].mul_(maximum_of_block).add_(offset)
     else:
         absmax = absmax.view(torch.float32)
-    shape = len(rows_EB), *layout.shape
+    shape = torch.Size((len(rows_EB), *layout.shape))
     state = QuantState(
         absmax=absmax.flatten(),
         # One row, as in `_dequantize`.
-        shape=torch.Size((1, math.prod(shape))),
+        shape=torch.Size((1, shape.numel())),
         code=codebook(layout.code, rows_EB.device),
         blocksize=layout.blocksize,
         quant_type=layout.quant_type,
         dtype=dtype,
     )
-    return dequantize_4bit(weight.reshape(-1, 1), state).view(shape)
+    row = dequantize_4bit(weight.reshape(-1, 1), state)
+    return row.view(shape)
 
 
 @cache
@@ -306,33 +364,37 @@ def _packed_class(cls: type) -> type[PackedExperts]:
 @cache
 def _layout(shape: tuple[int, int], dtype: torch.dtype, quant_type: str, nested: bool) -> ByteLayout:
     with torch.device("cpu"):  # models are built inside a context of the meta device
-        packed = quantize_4bit(torch.zeros(shape, dtype=dtype), compress_statistics=nested, quant_type=quant_type)
-    return state_to_bytes(*packed)[1]
+        zeros = torch.zeros(shape, dtype=dtype)
+        packed, state = quantize_4bit(zeros, compress_statistics=nested, quant_type=quant_type)
+    _, layout = state_to_bytes(packed, state)
+    return layout
 
 
 def _quantize(weight_EOI: torch.Tensor, layout: ByteLayout) -> torch.Tensor:
     """Quantize `(experts, out, in)` to `(experts, bytes)`, expert by expert; on the meta device only the shape."""
-    rows = torch.empty(len(weight_EOI), layout.total_bytes, dtype=torch.uint8, device=weight_EOI.device)
-    if rows.is_meta:
-        return rows
-    for row, weight in zip(rows, weight_EOI, strict=True):
-        packed = quantize_4bit(weight.contiguous(), compress_statistics=layout.nested, quant_type=layout.quant_type)
-        row.copy_(state_to_bytes(*packed)[0])
-    return rows
+    rows_EB = torch.empty(len(weight_EOI), layout.total_bytes, dtype=torch.uint8, device=weight_EOI.device)
+    if rows_EB.is_meta:
+        return rows_EB
+    settings = {"compress_statistics": layout.nested, "quant_type": layout.quant_type}
+    for row_B, weight_OI in zip(rows_EB, weight_EOI, strict=True):
+        packed, state = quantize_4bit(weight_OI.contiguous(), **settings)
+        flat_B, _ = state_to_bytes(packed, state)
+        row_B.copy_(flat_B)
+    return rows_EB
 
 
 def _convert(module: nn.Module, config) -> None:
     """Make `module` a [`PackedExperts`]. Weights with data are quantized; those on the meta device change shape."""
     layouts = {}
-    for name in PROJECTIONS:
-        weight = getattr(module, name, None)
-        if weight is None or weight.ndim != 3:
-            continue
-        weight = weight.data.transpose(1, 2) if module.is_transposed else weight.data
-        shape = tuple(weight.shape[1:])
-        layout = _layout(shape, weight.dtype, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
+    for name, parameter in _projections(module).items():
+        weight_EOI = parameter.data
+        if module.is_transposed:
+            weight_EOI = weight_EOI.transpose(1, 2)
+        shape = tuple(weight_EOI.shape[1:])
+        layout = _layout(shape, weight_EOI.dtype, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
         layouts[name] = layout
-        setattr(module, name, nn.Parameter(_quantize(weight, layout), requires_grad=False))
+        rows_EB = _quantize(weight_EOI, layout)
+        setattr(module, name, nn.Parameter(rows_EB, requires_grad=False))
     module.__class__ = _packed_class(module.__class__)
     module.layouts = layouts
     module.compute_dtype = config.bnb_4bit_compute_dtype
@@ -390,8 +452,9 @@ class _QuantizeExperts(Bnb4bitQuantize):
             if not isinstance(module, PackedExperts):
                 result.update(super().convert({name: value}, full_layer_name=full_layer_name, model=model, **kwargs))
                 continue
-            weight = value[0] if isinstance(value, list) else value
-            layout = module.layouts[projection]
-            rows = _quantize(weight.transpose(1, 2) if module.is_transposed else weight, layout)
-            result[name] = nn.Parameter(rows, requires_grad=False)
+            weight_EOI = value[0] if isinstance(value, list) else value
+            if module.is_transposed:
+                weight_EOI = weight_EOI.transpose(1, 2)
+            rows_EB = _quantize(weight_EOI, module.layouts[projection])
+            result[name] = nn.Parameter(rows_EB, requires_grad=False)
         return result

@@ -6,7 +6,7 @@ reference and of the old policy over several micro-batches.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import psutil
 import torch
@@ -29,9 +29,11 @@ def bytes_to_gather(model: nn.Module) -> int:
     for group in param_groups(model):
         for parameter in group.fsdp_params:
             shard = parameter.sharded_param
+            dtype = shard.dtype
             # Integers, and so the packed base, are never cast.
-            cast = parameter.mp_policy.param_dtype if shard.is_floating_point() else None
-            total += shard.numel() * (cast or shard.dtype).itemsize
+            if shard.is_floating_point():
+                dtype = parameter.mp_policy.param_dtype or dtype
+            total += shard.numel() * dtype.itemsize
     return total
 
 
@@ -58,7 +60,8 @@ def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
         return "per_layer"
     if mode != "auto":
         return mode
-    fits = torch.tensor(float(bytes_to_gather(model) <= FREE_SHARE * free_bytes(device)), device=device)
+    fits_here = bytes_to_gather(model) <= FREE_SHARE * free_bytes(device)
+    fits = torch.tensor(float(fits_here), device=device)
     torch.distributed.all_reduce(fits, op=torch.distributed.ReduceOp.MIN)
     return "once" if fits.item() else "per_layer"
 
@@ -120,6 +123,8 @@ def gathered_as(mode: str, model: nn.Module, device: torch.device) -> Iterator[N
 
     It does nothing for a model that is not under FSDP2.
     """
-    once = isinstance(model, FSDPModule) and not is_gathered(model) and choose(model, device, mode) == "once"
-    with gathered(model) if once else nullcontext():
+    if not isinstance(model, FSDPModule) or is_gathered(model) or choose(model, device, mode) != "once":
+        yield
+        return
+    with gathered(model):
         yield

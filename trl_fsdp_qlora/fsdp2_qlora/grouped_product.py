@@ -67,7 +67,8 @@ def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
     """
     if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return x.dtype == torch.float16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10)
+    major, _ = torch.cuda.get_device_capability(x.device)
+    return x.dtype == torch.float16 or major not in (9, 10)
 
 
 def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor, is_first: bool = True) -> bool:
@@ -86,13 +87,12 @@ def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor, 
     if not runs(_product_kernel, x_SK):
         return False
     groups, depth, columns = weight_EKN.shape
-    rows = len(x_SK)
-    # The last tile of each group may be partial.
-    tiles = rows // _TILE["ROWS"] + min(groups, rows)
-    programs = tiles * -(-columns // _TILE["COLUMNS"])
+    tiles = _tiles_of_rows(len(x_SK), groups, _TILE["ROWS"])
+    programs = tiles * _ceil(columns, _TILE["COLUMNS"])
     sizes = groups, depth, columns, *weight_EKN.stride()
     constants = {"GROUPS": _power_of_two(groups), "IS_FIRST": is_first, **_TILE}
-    return launch(_product_kernel, programs, x_SK, weight_EKN, out_SN, ends, *sizes, **constants)
+    tensors = x_SK, weight_EKN, out_SN, ends
+    return launch(_product_kernel, programs, *tensors, *sizes, **constants)
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -134,9 +134,11 @@ def _grouped_gradients(grad_SO, x_SI, ends) -> torch.Tensor:
     in_features = x_SI.shape[1]
     if runs(_gradient_kernel, x_SI):
         out_EOI = x_SI.new_empty(groups, out_features, in_features)
-        tiles = -(-out_features // _GRADIENT_TILE["OUT"]) * -(-in_features // _GRADIENT_TILE["IN"])
-        sizes = out_features, in_features
-        if launch(_gradient_kernel, groups * tiles, grad_SO, x_SI, out_EOI, ends, *sizes, **_GRADIENT_TILE):
+        tiles_out = _ceil(out_features, _GRADIENT_TILE["OUT"])
+        tiles_in = _ceil(in_features, _GRADIENT_TILE["IN"])
+        programs = groups * tiles_out * tiles_in
+        tensors = grad_SO, x_SI, out_EOI, ends
+        if launch(_gradient_kernel, programs, *tensors, out_features, in_features, **_GRADIENT_TILE):
             return out_EOI
     return nn.functional.grouped_mm(grad_SO.t(), x_SI, offs=ends)
 
@@ -155,12 +157,13 @@ def multiply_packed(x_SK, rows_EB, layout: ByteLayout, ends: torch.Tensor) -> to
     rows = len(x_SK)
     groups = len(rows_EB)
     columns, depth = layout.shape
-    is_for_these = rows <= groups * _PACKED_TILE["ROWS"] and depth % layout.blocksize == 0
-    if not is_for_these or not runs(_packed_product_kernel, x_SK):
+    is_few = rows <= groups * _PACKED_TILE["ROWS"]
+    has_whole_blocks = depth % layout.blocksize == 0
+    if not is_few or not has_whole_blocks or not runs(_packed_product_kernel, x_SK):
         return None
     out_SN = x_SK.new_empty(rows, columns)
-    tiles = rows // _PACKED_TILE["ROWS"] + min(groups, rows)
-    programs = tiles * -(-columns // _PACKED_TILE["COLUMNS"])
+    tiles = _tiles_of_rows(rows, groups, _PACKED_TILE["ROWS"])
+    programs = tiles * _ceil(columns, _PACKED_TILE["COLUMNS"])
     constants = {"GROUPS": _power_of_two(groups), **_constants(layout), **_PACKED_TILE}
     parts = _parts(rows_EB, layout)
     sizes = groups, depth, columns, rows_EB.stride(0)
@@ -174,7 +177,7 @@ def dequantize_experts(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.d
         return None
     out_EOI = torch.empty(len(rows_EB), *layout.shape, dtype=dtype, device=rows_EB.device)
     packed_bytes = math.prod(layout.shape) // 2
-    programs = len(rows_EB) * -(-packed_bytes // _DEQUANTIZED)
+    programs = len(rows_EB) * _ceil(packed_bytes, _DEQUANTIZED)
     sizes = packed_bytes, rows_EB.stride(0)
     constants = {"BYTES": _DEQUANTIZED, **_constants(layout)}
     parts = _parts(rows_EB, layout)
@@ -193,11 +196,21 @@ def _parts(rows_EB: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, ...
         absmax = absmax.view(torch.float32)
         return weight, absmax, absmax, absmax, code, code
     maxima, offset = (part.view(torch.float32) for part in nested)
-    return weight, absmax, maxima, offset, code, codebook(layout.nested_code, rows_EB.device)
+    nested_code = codebook(layout.nested_code, rows_EB.device)
+    return weight, absmax, maxima, offset, code, nested_code
 
 
 def _constants(layout: ByteLayout) -> dict:
     return {"BLOCK": layout.blocksize, "NESTED": layout.nested, "NESTED_BLOCK": max(1, layout.nested_blocksize)}
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _tiles_of_rows(rows: int, groups: int, rows_of_tile: int) -> int:
+    """The most tiles that the groups of `rows` rows have: the last tile of each group may be partial."""
+    return rows // rows_of_tile + min(groups, rows)
 
 
 def _power_of_two(number: int) -> int:
@@ -210,13 +223,17 @@ def _rows_of_tile(ends_ptr, tile, groups, IS_FIRST: tl.constexpr, GROUPS: tl.con
     # by group, so the group is the number of groups whose last tile comes before this one.
     index = tl.arange(0, GROUPS)
     is_group = index < groups
-    begin = tl.load(ends_ptr + index - 1, mask=is_group & (index > 0) if IS_FIRST else is_group, other=0)
+    has_begin = is_group & (index > 0) if IS_FIRST else is_group
+    begin = tl.load(ends_ptr + index - 1, mask=has_begin, other=0)
     end = tl.load(ends_ptr + index, mask=is_group, other=0)
     tiles = (end - begin + ROWS - 1) // ROWS
     last = tl.cumsum(tiles, axis=0)
-    group = tl.sum((last <= tile).to(tl.int32), axis=0)
+    is_before = last <= tile
+    group = tl.sum(is_before.to(tl.int32), axis=0)
     is_group_of_tile = index == group
-    first = tl.sum(tl.where(is_group_of_tile, begin + (tile - last + tiles) * ROWS, 0), axis=0)
+    tile_of_group = tile - last + tiles
+    first_of_group = begin + tile_of_group * ROWS
+    first = tl.sum(tl.where(is_group_of_tile, first_of_group, 0), axis=0)
     stop = tl.sum(tl.where(is_group_of_tile, end, 0), axis=0)
     return group, first, stop
 
@@ -240,23 +257,28 @@ def _product_kernel(
     DEPTH: tl.constexpr,
 ):
     # One program per tile of the output.
-    blocks = tl.cdiv(columns, COLUMNS)
-    group, first, stop = _rows_of_tile(ends_ptr, tl.program_id(0) // blocks, groups, IS_FIRST, GROUPS, ROWS)
+    tiles_of_columns = tl.cdiv(columns, COLUMNS)
+    tile = tl.program_id(0) // tiles_of_columns
+    tile_of_columns = tl.program_id(0) % tiles_of_columns
+    group, first, stop = _rows_of_tile(ends_ptr, tile, groups, IS_FIRST, GROUPS, ROWS)
     if group < groups:  # there are fewer tiles than programs: the rest have no group
-        row = first + tl.arange(0, ROWS)
-        column = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-        is_row = (row < stop)[:, None]
-        is_column = (column < columns)[None, :]
-        x_row = x_ptr + row.to(tl.int64)[:, None] * depth
-        weight_block = weight_ptr + group.to(tl.int64) * weight_group + column[None, :] * weight_column
+        row = (first + tl.arange(0, ROWS))[:, None]
+        column = (tile_of_columns * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        is_row = row < stop
+        is_column = column < columns
+        x_row = x_ptr + row.to(tl.int64) * depth
+        weight_of_group = weight_ptr + group.to(tl.int64) * weight_group
+        weight_block = weight_of_group + column * weight_column
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(0, depth, DEPTH):
             k = start + tl.arange(0, DEPTH)
-            inside = k < depth
-            x = tl.load(x_row + k[None, :], mask=is_row & inside[None, :], other=0.0)
-            weight = tl.load(weight_block + k[:, None] * weight_depth, mask=is_column & inside[:, None], other=0.0)
+            k_of_x = k[None, :]
+            k_of_weight = k[:, None]
+            x = tl.load(x_row + k_of_x, mask=is_row & (k_of_x < depth), other=0.0)
+            is_weight = is_column & (k_of_weight < depth)
+            weight = tl.load(weight_block + k_of_weight * weight_depth, mask=is_weight, other=0.0)
             total += tl.dot(x, weight, input_precision="ieee")  # float32 stays float32
-        out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+        out = out_ptr + row.to(tl.int64) * columns + column
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row & is_column)
 
 
@@ -277,10 +299,12 @@ def _gradient_kernel(
     tiles = tl.cdiv(out_features, OUT) * tiles_in
     group = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    out_feature = (tile // tiles_in) * OUT + tl.arange(0, OUT)
-    in_feature = (tile % tiles_in) * IN + tl.arange(0, IN)
-    is_out_feature = (out_feature < out_features)[None, :]
-    is_in_feature = (in_feature < in_features)[None, :]
+    tile_out = tile // tiles_in
+    tile_in = tile % tiles_in
+    out_feature = tile_out * OUT + tl.arange(0, OUT)
+    in_feature = tile_in * IN + tl.arange(0, IN)
+    is_out_feature = out_feature < out_features
+    is_in_feature = in_feature < in_features
     begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
     stop = tl.load(ends_ptr + group)
     total = tl.zeros((OUT, IN), dtype=tl.float32)
@@ -288,14 +312,16 @@ def _gradient_kernel(
         row = start + tl.arange(0, ROWS)[:, None]
         is_row = row < stop
         grad_row = grad_ptr + row.to(tl.int64) * out_features
-        grad = tl.load(grad_row + out_feature[None, :], mask=is_row & is_out_feature, other=0.0)
+        is_grad = is_row & is_out_feature[None, :]
+        grad = tl.load(grad_row + out_feature[None, :], mask=is_grad, other=0.0)
         x_row = x_ptr + row.to(tl.int64) * in_features
-        x = tl.load(x_row + in_feature[None, :], mask=is_row & is_in_feature, other=0.0)
+        is_x = is_row & is_in_feature[None, :]
+        x = tl.load(x_row + in_feature[None, :], mask=is_x, other=0.0)
         total += tl.dot(tl.trans(grad), x, input_precision="ieee")
     out_group = out_ptr + group.to(tl.int64) * out_features * in_features
-    out = out_group + out_feature[:, None] * in_features + in_feature[None, :]
-    mask = (out_feature < out_features)[:, None] & is_in_feature
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
+    out_row = out_group + out_feature[:, None] * in_features
+    is_out = is_out_feature[:, None] & is_in_feature[None, :]
+    tl.store(out_row + in_feature[None, :], total.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
 @jit
@@ -305,13 +331,17 @@ def _scale(
 ):  # fmt: skip
     # The absolute maximum of each block of an expert's weights.
     if NESTED:
-        index = tl.load(absmax_ptr + expert * row_bytes + block, mask=is_block, other=0)
+        byte = expert * row_bytes + block
+        index = tl.load(absmax_ptr + byte, mask=is_block, other=0)
         code = tl.load(nested_code_ptr + index.to(tl.int32))
-        floats = expert * (row_bytes // 4)
-        maximum = tl.load(maxima_ptr + floats + block // NESTED_BLOCK, mask=is_block, other=0.0)
-        scale = code * maximum + tl.load(offset_ptr + floats)
+        first_float = expert * (row_bytes // 4)
+        nested_block = block // NESTED_BLOCK
+        maximum = tl.load(maxima_ptr + first_float + nested_block, mask=is_block, other=0.0)
+        offset = tl.load(offset_ptr + first_float)
+        scale = code * maximum + offset
     else:
-        scale = tl.load(absmax_ptr + expert * (row_bytes // 4) + block, mask=is_block, other=0.0)
+        first_float = expert * (row_bytes // 4)
+        scale = tl.load(absmax_ptr + first_float + block, mask=is_block, other=0.0)
     return scale
 
 
@@ -333,19 +363,23 @@ def _dequantize_kernel(
 ):
     pieces = tl.cdiv(packed_bytes, BYTES)
     expert = (tl.program_id(0) // pieces).to(tl.int64)
-    byte = (tl.program_id(0) % pieces) * BYTES + tl.arange(0, BYTES)
+    first_byte = (tl.program_id(0) % pieces) * BYTES
+    byte = first_byte + tl.arange(0, BYTES)
     is_byte = byte < packed_bytes
-    packed = tl.load(weight_ptr + expert * row_bytes + byte, mask=is_byte, other=0).to(tl.int32)
+    packed_row = weight_ptr + expert * row_bytes
+    packed = tl.load(packed_row + byte, mask=is_byte, other=0)
+    packed = packed.to(tl.int32)
+    block = byte // (BLOCK // 2)
     scale = _scale(
-        absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, byte // (BLOCK // 2), is_byte, NESTED,
-        NESTED_BLOCK,
-    )  # fmt: skip
+        absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, block, is_byte, NESTED, NESTED_BLOCK
+    )
     # The first of two weights is in a byte's upper half.
     upper = tl.load(code_ptr + (packed >> 4)) * scale
     lower = tl.load(code_ptr + (packed & 15)) * scale
     weights = tl.interleave(upper, lower).to(out_ptr.dtype.element_ty)
-    column = (tl.program_id(0) % pieces) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
-    tl.store(out_ptr + expert * packed_bytes * 2 + column, weights, mask=column < 2 * packed_bytes)
+    column = 2 * first_byte + tl.arange(0, 2 * BYTES)
+    out_row = out_ptr + expert * packed_bytes * 2
+    tl.store(out_row + column, weights, mask=column < 2 * packed_bytes)
 
 
 @jit
@@ -373,30 +407,39 @@ def _packed_product_kernel(
     # One program per tile of the output, a block of weights of each of its columns at a time.
     tiles_of_columns = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0) // tiles_of_columns
+    tile_of_columns = tl.program_id(0) % tiles_of_columns
     group, first, stop = _rows_of_tile(ends_ptr, tile, groups, True, GROUPS, ROWS)
     if group < groups:  # there are fewer tiles than programs: the rest have no group
-        row = first + tl.arange(0, ROWS)
-        column = (tl.program_id(0) % tiles_of_columns) * COLUMNS + tl.arange(0, COLUMNS)
-        is_row = (row < stop)[:, None]
+        row = (first + tl.arange(0, ROWS))[:, None]
+        column = tile_of_columns * COLUMNS + tl.arange(0, COLUMNS)
+        is_row = row < stop
         is_column = column < columns
         expert = group.to(tl.int64)
-        half = tl.arange(0, BLOCK // 2)
-        x_row = x_ptr + row.to(tl.int64)[:, None] * depth + 2 * half[None, :]
-        weight_row = weight_ptr + expert * row_bytes + column[:, None] * (depth // 2) + half[None, :]
+        half = tl.arange(0, BLOCK // 2)[None, :]
+        x_row = x_ptr + row.to(tl.int64) * depth
+        x_upper = x_row + 2 * half
+        weight_of_expert = weight_ptr + expert * row_bytes
+        weight_row = weight_of_expert + column[:, None] * (depth // 2) + half
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(0, depth, BLOCK):
-            packed = tl.load(weight_row + start // 2, mask=is_column[:, None], other=0).to(tl.int32)
+            packed = tl.load(weight_row + start // 2, mask=is_column[:, None], other=0)
+            packed = packed.to(tl.int32)
             block = (column * depth + start) // BLOCK
-            scale = _scale(
+            scale_of_column = _scale(
                 absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, block, is_column, NESTED,
                 NESTED_BLOCK,
-            )[:, None]  # fmt: skip
-            # The first of two weights is in a byte's upper half. Rounded like the dense weights.
-            upper = (tl.load(code_ptr + (packed >> 4)) * scale).to(x_ptr.dtype.element_ty)
-            lower = (tl.load(code_ptr + (packed & 15)) * scale).to(x_ptr.dtype.element_ty)
-            x_first = tl.load(x_row + start, mask=is_row, other=0.0)
-            x_second = tl.load(x_row + start + 1, mask=is_row, other=0.0)
+            )  # fmt: skip
+            scale = scale_of_column[:, None]
+            # The first of two weights is in a byte's upper half.
+            upper = tl.load(code_ptr + (packed >> 4)) * scale
+            lower = tl.load(code_ptr + (packed & 15)) * scale
+            # Rounded like the dense weights.
+            upper = upper.to(x_ptr.dtype.element_ty)
+            lower = lower.to(x_ptr.dtype.element_ty)
+            x_first = tl.load(x_upper + start, mask=is_row, other=0.0)
+            x_second = tl.load(x_upper + start + 1, mask=is_row, other=0.0)
             total += tl.dot(x_first, tl.trans(upper), input_precision="ieee")  # float32 stays float32
             total += tl.dot(x_second, tl.trans(lower), input_precision="ieee")
-        out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row & is_column[None, :])
+        out_row = out_ptr + row.to(tl.int64) * columns
+        is_out = is_row & is_column[None, :]
+        tl.store(out_row + column[None, :], total.to(out_ptr.dtype.element_ty), mask=is_out)

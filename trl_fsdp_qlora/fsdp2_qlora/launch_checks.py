@@ -5,7 +5,6 @@ They are reported before a model is loaded.
 
 import os
 from importlib.metadata import version
-from typing import Any
 
 from packaging.version import Version
 
@@ -26,7 +25,7 @@ def is_fsdp2_launch() -> bool:
     return is_fsdp_launch() and os.environ.get("FSDP_VERSION") == "2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def _asks_for(quantization: Any, name: str) -> bool:
+def _asks_for(quantization: object, name: str) -> bool:
     value = quantization.get(name) if isinstance(quantization, dict) else getattr(quantization, name, False)
     return bool(value)
 

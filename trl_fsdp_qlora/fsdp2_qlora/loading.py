@@ -70,8 +70,10 @@ def experts_in_16_bit(model: nn.Module) -> str | None:
     with_4_bit_form = set(dense_experts(model).values())
     numbers = Counter()  # of experts that are not packed, by class
     for module in model.modules():
-        if module in with_4_bit_form or "Expert" in type(module).__name__:
-            numbers[type(module).__name__] += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3)
+        class_name = type(module).__name__
+        if module in with_4_bit_form or "Expert" in class_name:
+            stacked = [weight for weight in module.parameters(recurse=False) if weight.dim() == 3]
+            numbers[class_name] += sum(weight.numel() for weight in stacked)
     if not numbers.total():
         return None
     return (
@@ -103,7 +105,9 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype)
     from_pretrained.pop("device_map", None)
-    hub_options = {k: v for k, v in from_pretrained.items() if k in ("revision", "trust_remote_code", "token")}
+    hub_options = {
+        name: from_pretrained[name] for name in ("revision", "trust_remote_code", "token") if name in from_pretrained
+    }
     config = AutoConfig.from_pretrained(model_id, **hub_options)
     stored = quantization_of(config)
     in_4bit = stored is not None or getattr(quantization_config, "load_in_4bit", False)

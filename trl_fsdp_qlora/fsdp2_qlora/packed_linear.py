@@ -12,7 +12,6 @@ its quantization state out of the gathered bytes, so nothing of the base stays b
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 
 import torch
 from bitsandbytes.autograd._functions import matmul_4bit
@@ -64,12 +63,16 @@ class ByteLayout:
     @property
     def sections(self) -> list[slice]:
         """The slice of each part in the bytes."""
-        starts = accumulate(map(_aligned, self.sizes[:-1]), initial=0)
-        return [slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True)]
+        sections = []
+        start = 0
+        for size in self.sizes:
+            sections.append(slice(start, start + size))
+            start += _aligned(size)
+        return sections
 
     @property
     def total_bytes(self) -> int:
-        return sum(map(_aligned, self.sizes))
+        return sum(_aligned(size) for size in self.sizes)
 
     @property
     def state_bytes(self) -> int:
@@ -93,11 +96,18 @@ def to_bytes(layer: Linear4bit) -> tuple[torch.Tensor, ByteLayout]:
 
 def state_to_bytes(data: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ByteLayout]:
     """Like [`to_bytes`], for the results of `quantize_4bit`."""
-    nested = state.state2 if state.nested else None
-    parts = [data, state.absmax]
-    if nested:
-        parts += [nested.absmax, state.offset]
-    parts = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+    tensors = [data, state.absmax]
+    nested_code = None
+    nested_blocksize = 0
+    if state.nested:
+        of_maxima = state.state2
+        tensors += [of_maxima.absmax, state.offset]
+        nested_code = tuple(of_maxima.code.tolist())
+        nested_blocksize = of_maxima.blocksize
+    parts = []
+    for tensor in tensors:
+        numbers = tensor.contiguous().reshape(-1)
+        parts.append(numbers.view(torch.uint8))
     layout = ByteLayout(
         shape=tuple(state.shape),
         dtype=state.dtype,
@@ -105,8 +115,8 @@ def state_to_bytes(data: torch.Tensor, state: QuantState) -> tuple[torch.Tensor,
         blocksize=state.blocksize,
         code=tuple(state.code.tolist()),
         sizes=tuple(part.numel() for part in parts),
-        nested_code=tuple(nested.code.tolist()) if nested else None,
-        nested_blocksize=nested.blocksize if nested else 0,
+        nested_code=nested_code,
+        nested_blocksize=nested_blocksize,
     )
     flat = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=data.device)
     for section, part in zip(layout.sections, parts, strict=True):
@@ -119,13 +129,15 @@ def from_bytes(flat: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, Qu
     weight, absmax, *nested = (flat[section] for section in layout.sections)
     state2 = None
     offset = None
-    if layout.nested:
-        maxima = nested[0].view(torch.float32)
+    if layout.nested_code is not None:
+        maxima, offsets = (part.view(torch.float32) for part in nested)
         code = codebook(layout.nested_code, flat.device)
         state2 = QuantState(absmax=maxima, blocksize=layout.nested_blocksize, code=code, dtype=torch.float32)
-        offset = nested[1].view(torch.float32)[0]
+        offset = offsets[0]
+    else:
+        absmax = absmax.view(torch.float32)
     state = QuantState(
-        absmax=absmax if layout.nested else absmax.view(torch.float32),
+        absmax=absmax,
         shape=torch.Size(layout.shape),
         code=codebook(layout.code, flat.device),
         blocksize=layout.blocksize,
@@ -155,17 +167,22 @@ class PackedLinear4bit(Linear4bit):
         input_dtype = x.dtype
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        bias = self.bias
+        if bias is not None:
+            bias = bias.to(x.dtype)
         weight, state = self._views()
-        return matmul_4bit(x, weight, bias=bias, quant_state=state).to(input_dtype)
+        out = matmul_4bit(x, weight, bias=bias, quant_state=state)
+        return out.to(input_dtype)
 
     def _views(self) -> tuple[torch.Tensor, QuantState]:
         # The views point into the gathered parameter. FSDP2 frees and refills the same storage around each use, so
         # the views stay valid. While they exist, the storage exists, so no other storage can have its address.
         storage = self.weight.untyped_storage()._cdata
         if self._unpacked is None or self._unpacked[0] != storage:
-            self._unpacked = (storage, *from_bytes(self.weight.data, self.layout))
-        return self._unpacked[1:]
+            weight, state = from_bytes(self.weight.data, self.layout)
+            self._unpacked = storage, weight, state
+        _, weight, state = self._unpacked
+        return weight, state
 
 
 def weight_and_state(layer: Linear4bit) -> tuple[torch.Tensor, QuantState]:
@@ -193,7 +210,8 @@ def pack_model(model: nn.Module) -> dict[str, ByteLayout]:
     layouts = {}
     for name, layer in quantized_layers(model).items():
         if not isinstance(layer, PackedLinear4bit):
-            convert_layer(layer, *to_bytes(layer))
+            flat, layout = to_bytes(layer)
+            convert_layer(layer, flat, layout)
         layer._unpacked = None  # old views would keep the whole weight alive next to the shard
         layouts[name] = layer.layout
     return layouts

@@ -9,21 +9,18 @@ every other config the mixin changes nothing, and the modules that shard, gather
 trainers of this package are built on it.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
-from transformers import Trainer
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..utils.replaced import replaced
+from ..compat.fsdp import head_on_device
+from ..compat.transformers import loading_no_optimizer
 from .launch_checks import is_fsdp2_launch
 
 
@@ -75,7 +72,7 @@ class ShardedQLoRAMixin(_Trainer):
         return super().training_step(model, *args, **kwargs)
 
     def compute_loss(self, *args, **kwargs):
-        with _head_on_device(self.model, self.accelerator):
+        with head_on_device(self.model, self.accelerator):
             return super().compute_loss(*args, **kwargs)
 
     def weights_gathered(self) -> AbstractContextManager[None]:
@@ -149,9 +146,8 @@ class ShardedQLoRAMixin(_Trainer):
         if optimizer.is_file() and schedule.is_file():  # otherwise both start from nothing, as in transformers
             load_optimizer(self.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
-        # Transformers reads no optimizer then; TRL's own method restores its other states, such as its entropy
-        # controller.
-        with replaced(Trainer, _load_optimizer_and_scheduler=lambda trainer, checkpoint: None):
+        # TRL's own method restores its other states, such as its entropy controller.
+        with loading_no_optimizer():
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
@@ -160,26 +156,3 @@ class ShardedQLoRAMixin(_Trainer):
         from .adapters import load_adapter
 
         load_adapter(self.model, self.state.best_model_checkpoint)
-
-
-@contextmanager
-def _head_on_device(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Let TRL's fused LM head find its weight on the device although the shards are offloaded.
-
-    The fused head computes on the device of its weight. If that is the host, the device's collectives refuse the
-    results.
-    """
-    plugin = accelerator.state.fsdp_plugin if isinstance(model, FSDPModule) else None
-    if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        yield
-        return
-    language_model = model.get_base_model() if isinstance(model, PeftModel) else model
-    head = language_model.get_output_embeddings()
-    device = accelerator.device
-
-    def moved_head():
-        bias = getattr(head, "bias", None)
-        return SimpleNamespace(weight=head.weight.to(device), bias=None if bias is None else bias.to(device))
-
-    with replaced(language_model, get_output_embeddings=moved_head):
-        yield

@@ -280,7 +280,7 @@ class _Call:
         """The gradients of inputs and weights, for which `needs` is true; summed over the tiles."""
         needs_inputs = needs[: len(inputs)]
         grads = [torch.empty_like(x) if needed else None for x, needed in zip(inputs, needs_inputs, strict=True)]
-        sums: list[torch.Tensor | None] = [None] * len(self.weights)
+        sums: dict[int, torch.Tensor] = {}
         wanted_weights = [i for i, needed in enumerate(needs[len(inputs) :]) if needed]
         replayed = nullcontext() if self.random_state is None else self.random_state.again()
         with replayed, torch.enable_grad(), self._autocast():
@@ -311,10 +311,10 @@ class _Call:
                     if part is not None:
                         # Sums of half-precision numbers would be rounded once for each tile.
                         wide = part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
-                        sums[i] = wide if sums[i] is None else sums[i].add_(wide)
+                        sums[i] = sums[i].add_(wide) if i in sums else wide
         self.grads = [None, None]
-        of_weights = zip(self.weights, sums, strict=True)
-        return grads + [None if total is None else total.to(weight.dtype) for weight, total in of_weights]
+        of_weights = [sums[i].to(weight.dtype) if i in sums else None for i, weight in enumerate(self.weights)]
+        return grads + of_weights
 
     def _cut(self, x: torch.Tensor, tile: slice) -> torch.Tensor:
         return x.narrow(self.dim, tile.start, tile.stop - tile.start)

@@ -38,11 +38,17 @@ from .segments import equal_runs
 _MASKS = "create_masks_for_generate"
 
 
+def _spans(sequences: Sequences) -> np.ndarray:
+    """The first and last image token of each row of a batch that has images."""
+    assert sequences.spans_B2 is not None
+    return sequences.spans_B2
+
+
 def image_rows(packed_row: PackedRow, sequences: Sequences) -> list[int]:
     """Rows of the batch whose images the packed row holds, in its order."""
     forest = packed_row.forest
     rows = []
-    first_B, last_B = sequences.spans_B2.T
+    first_B, last_B = _spans(sequences).T
     for segment, row in enumerate(forest.source[: forest.computed].tolist()):
         # If a batch has no label, one token is computed all the same, and may be a placeholder of an image.
         if last_B[row] < 0 or forest.index_BL[row, last_B[row]] < 0:
@@ -60,7 +66,7 @@ def _head_rows(packed_row: PackedRow, sequences: Sequences) -> np.ndarray:
     computed.
     """
     forest = packed_row.forest
-    first_B, last_B = sequences.spans_B2.T
+    first_B, last_B = _spans(sequences).T
     segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
     head_B = np.full(len(last_B), -1)
     for row in np.flatnonzero(last_B >= 0).tolist():
@@ -224,7 +230,9 @@ class Images:
         masks = own_masks(self.model, packed_row, per_token, device)
         arguments = {name: to_device(x, device) for name, x in per_token.items()}
         # The pixels of each segment with images are passed once, and not at all if the segment is not computed.
-        rows = [row for row in image_rows(packed_row, sequences) if batch.num_images[row]]
+        counts = batch.num_images
+        assert counts is not None, "a batch with images was read with their number"
+        rows = [row for row in image_rows(packed_row, sequences) if counts[row]]
         if "mm_encoder_outputs" in _parameters(type(self.model).forward) and not self.is_collective:
             if rows:
                 with torch.no_grad():
@@ -250,7 +258,7 @@ class Images:
             return counted
         of_heads = to_device(self._positions_of_rows(batch, sequences, heads), device)
         head_T = head_B[packed_row.row_T]
-        last_T = sequences.spans_B2[packed_row.row_T, 1]
+        last_T = _spans(sequences)[packed_row.row_T, 1]
         arrays = (
             np.searchsorted(heads, head_T),
             # The column of a token in its head row, or of the first token behind that row's images.
@@ -360,7 +368,9 @@ def own_masks(
         `(n, 1, P, P)`, or `None` if it is causal. For other models the dictionary is empty.
     """
     make_masks = getattr(model, _MASKS, None)
-    name = next((name for name in per_token if make_masks and name in _parameters(make_masks)), None)
+    if make_masks is None:
+        return {}
+    name = next((name for name in per_token if name in _parameters(make_masks)), None)
     if name is None:
         return {}
     masks = {}

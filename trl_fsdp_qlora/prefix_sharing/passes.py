@@ -355,7 +355,9 @@ def plan_call(
             passes += 1
     count = 0 if plan is None else plan.count
     most, cannot = rules.reduce([count, int(plan is None)], "MAX")
-    return None if cannot else Run(plan).filled_up(at_least=most)
+    if plan is None or cannot:
+        return None
+    return Run(plan).filled_up(at_least=most)
 
 
 def plan_step(
@@ -364,6 +366,7 @@ def plan_step(
     rules: PassRules,
     tokens_per_pass: int | None,
     one_by_one: bool = False,
+    default_limit: int | None = None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Plan | None:
     """Plan the passes of batches that are scored with the same weights. Collective.
@@ -376,13 +379,14 @@ def plan_step(
             limit is the tokens of one padded batch. If any two batches share a beginning, the largest
             divisor of their number runs at once that fits. A batch that is longer than `tokens_per_pass` is cut.
         one_by_one: whether each batch has a pass of its own.
+        default_limit: the limit without `tokens_per_pass`, if it is not the tokens of one padded batch.
         warn: gets a line if batches are too long and cannot be cut.
 
     Returns:
         The passes with gradients; `None` if no two batches share a beginning and each batch fits.
     """
     rows = len(sequences.lengths_B) // batches
-    limit = tokens_per_pass or rows * sequences.width
+    limit = tokens_per_pass or default_limit or rows * sequences.width
     alone = replace(rules, reduce=of_this_rank)
     candidates = [rows] if one_by_one else _rows_per_pass(batches, rows)
     fitting = (count for count in candidates if _passes_of(sequences, count, rows, alone).fits(limit))

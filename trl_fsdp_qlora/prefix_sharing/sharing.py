@@ -252,7 +252,11 @@ class PromptSharing:
 
     @not_compiled
     def plan_step(
-        self, batches: list[Batch], tokens_per_pass: int | None = None, one_by_one: bool = False
+        self,
+        batches: list[Batch],
+        tokens_per_pass: int | None = None,
+        one_by_one: bool = False,
+        default_limit: int | None = None,
     ) -> Plan | None:
         """Plan the passes of batches that are scored with the same weights.
 
@@ -261,7 +265,7 @@ class PromptSharing:
 
         Args:
             batches: batches of equal width.
-            tokens_per_pass, one_by_one: see [`passes.plan_step`].
+            tokens_per_pass, one_by_one, default_limit: see [`passes.plan_step`].
 
         Returns:
             The passes with gradients; `None` if no two batches share a beginning and each batch fits, or if this model
@@ -281,7 +285,7 @@ class PromptSharing:
                 sequences = self._read(*batches)
         if any(rules.reduce([int(sequences is None)], "MAX")):
             return None
-        return plan_step(sequences, len(batches), rules, tokens_per_pass, one_by_one, self._log_once)
+        return plan_step(sequences, len(batches), rules, tokens_per_pass, one_by_one, default_limit, self._log_once)
 
     @property
     @not_compiled

@@ -26,18 +26,26 @@ def share_values(
     """
     columns = input_ids.shape[1] - logits_to_keep
     # Token ids under the padding do not matter. Token t is predicted from the tokens before it.
-    tokens = input_ids.masked_fill(attention_mask == 0, -1)
+    is_padding = attention_mask == 0
+    tokens = input_ids.masked_fill(is_padding, -1)
     prompts = tokens[:, :columns]
     if image_keys_B1 is not None:
-        prompts = torch.cat([image_keys_B1.to(prompts.device), prompts], dim=1)
-    contexts = tokens[:, columns : columns + logits_to_keep - 1]
+        image_keys_B1 = image_keys_B1.to(prompts.device)
+        prompts = torch.cat([image_keys_B1, prompts], dim=1)
+    contexts = tokens[:, columns:-1]
     computed_BC = attention_mask[:, columns:].bool()
     first_BC = torch.zeros(values_BC.shape, dtype=torch.long, device=values_BC.device)
     for row in range(len(tokens)):
-        same_prompt = (prompts[: row + 1] == prompts[row]).all(1, keepdim=True)
-        same = torch.cat([same_prompt, contexts[: row + 1] == contexts[row]], dim=1).int().cumprod(1).bool()
-        first_BC[row] = (same & computed_BC[: row + 1]).int().argmax(0)  # a computed token is equal to itself
-    return torch.where(computed_BC, values_BC.gather(0, first_BC), values_BC)
+        up_to_row = slice(row + 1)
+        same_prompt_token = prompts[up_to_row] == prompts[row]
+        same_prompt = same_prompt_token.all(1, keepdim=True)
+        same_token = contexts[up_to_row] == contexts[row]
+        same = torch.cat([same_prompt, same_token], dim=1)
+        same_so_far = same.int().cumprod(1)
+        candidates = same_so_far.bool() & computed_BC[up_to_row]
+        first_BC[row] = candidates.int().argmax(0)  # a computed token is equal to itself
+    first_values_BC = values_BC.gather(0, first_BC)
+    return torch.where(computed_BC, first_values_BC, values_BC)
 
 
 def fill_masked_rows(values_B1: torch.Tensor, completion_mask_B1: torch.Tensor) -> torch.Tensor:
@@ -47,4 +55,6 @@ def fill_masked_rows(values_B1: torch.Tensor, completion_mask_B1: torch.Tensor) 
     all rows. A packed row computes nothing for a masked completion, so its zero would lower TRL's mean.
     """
     mask_B1 = completion_mask_B1.bool()
-    return torch.where(mask_B1, values_B1, (values_B1 * mask_B1).sum() / mask_B1.sum().clamp(min=1))
+    total = (values_B1 * mask_B1).sum()
+    count = mask_B1.sum().clamp(min=1)
+    return torch.where(mask_B1, values_B1, total / count)

@@ -18,6 +18,7 @@ sums: 200 launches for 8,192 tokens × 152k words, compared with 7,100 for small
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -61,22 +62,24 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         device_type = hidden_NH.device.type
         # As in TRL's kernel, the projection runs in autocast's dtype under autocast, and otherwise in that of the
         # hidden states.
-        autocast = torch.is_autocast_enabled(device_type)
-        compute_dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_NH.dtype
+        compute_dtype = hidden_NH.dtype
+        if torch.is_autocast_enabled(device_type):
+            compute_dtype = torch.get_autocast_dtype(device_type)
         token_tile = TOKEN_TILE if device_of_plan(hidden_NH) == "cpu" else TOKEN_TILE_GPU
-        log_probs_N = hidden_NH.new_empty(len(hidden_NH), dtype=_accumulator_dtype(compute_dtype))
+        tokens = len(hidden_NH)
+        log_probs_N = hidden_NH.new_empty(tokens, dtype=_accumulator_dtype(compute_dtype))
         # The Jacobian is kept in the sums' precision. If it were rounded to bf16 here, and the product with it again
         # later, the gradient's error would be larger than that of a kernel that rounds once.
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
         entropy_N = torch.empty_like(log_probs_N)
-        scales = (temperature, softcap, logit_scale)
+        scales = _Scales(temperature, softcap, logit_scale)
         with torch.autocast(device_type, enabled=False):
-            for start in without_repetition(range(0, len(hidden_NH), token_tile), hidden_NH):
+            for start in without_repetition(range(0, tokens, token_tile), hidden_NH):
                 tile = slice(start, start + token_tile)
                 hidden_TH = hidden_NH[tile].to(compute_dtype)
-                jacobian_TH = jacobian_NH[tile] if keep_jacobian else None
+                jacobian_TH = None if jacobian_NH is None else jacobian_NH[tile]
                 log_probs_T, entropy_T = _score_tile(
-                    hidden_TH, weight_VH, bias_V, targets_N[tile], jacobian_TH, *scales
+                    hidden_TH, weight_VH, bias_V, targets_N[tile], jacobian_TH, scales
                 )
                 log_probs_N[tile] = log_probs_T
                 entropy_N[tile] = entropy_T
@@ -100,8 +103,10 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
             # The product is rounded when it is written. A float32 product in addition to the Jacobian would be the
             # peak of memory of a long batch.
             grad_hidden_NH = torch.empty_like(jacobian_NH, dtype=ctx.hidden_dtype)
-            torch.mul(jacobian_NH, grad_log_probs_N.unsqueeze(-1), out=grad_hidden_NH)
-        return grad_hidden_NH, *(None,) * 7
+            grad_log_probs_N1 = grad_log_probs_N.unsqueeze(-1)
+            torch.mul(jacobian_NH, grad_log_probs_N1, out=grad_hidden_NH)
+        constants = [None] * 7  # no gradient for the head, the targets and the settings
+        return grad_hidden_NH, *constants
 
 
 def _accumulator_dtype(compute_dtype: torch.dtype) -> torch.dtype:
@@ -110,14 +115,24 @@ def _accumulator_dtype(compute_dtype: torch.dtype) -> torch.dtype:
 
 def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor, beta: float = 1.0) -> None:
     """`sum = beta * sum + left @ right` in the precision of `sum`: a product is never rounded to a half type."""
-    half = right_KN.dtype in (torch.float16, torch.bfloat16)
-    if is_fake(sum_MN) and half and device_of_plan(sum_MN) == "cuda":
+    dtype = right_KN.dtype
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    if is_fake(sum_MN) and is_half and device_of_plan(sum_MN) == "cuda":
         return  # the product below, which allocates nothing
-    if sum_MN.is_cuda and half and not refuses_wide_sum(sum_MN.device, right_KN.dtype):
-        left_MK = left_MK.to(right_KN.dtype)
-        torch.addmm(sum_MN, left_MK, right_KN, beta=beta, out_dtype=torch.float32, out=sum_MN)
+    if sum_MN.is_cuda and is_half and not refuses_wide_sum(sum_MN.device, dtype):
+        torch.addmm(sum_MN, left_MK.to(dtype), right_KN, beta=beta, out_dtype=torch.float32, out=sum_MN)
     elif not cpu_linear.add_product(sum_MN, left_MK, right_KN, beta):
-        sum_MN.addmm_(left_MK.to(sum_MN.dtype), right_KN.to(sum_MN.dtype), beta=beta)
+        left_MK = left_MK.to(sum_MN.dtype)
+        right_KN = right_KN.to(sum_MN.dtype)
+        sum_MN.addmm_(left_MK, right_KN, beta=beta)
+
+
+class _Scales(NamedTuple):
+    """A token's logits are (logit_scale / temperature) · (W h + b), with the softcap between the two factors."""
+
+    temperature: float
+    softcap: float | None
+    logit_scale: float
 
 
 @dataclass
@@ -140,12 +155,13 @@ class _Sums:
     @classmethod
     def of_nothing(cls, tokens: int, device: torch.device, dtype: torch.dtype) -> _Sums:
         zeros = torch.zeros((3, tokens, 1), device=device, dtype=dtype)
-        reference_T1 = torch.full((tokens, 1), -torch.inf, device=device, dtype=dtype)
         sum_T1, logit_sum_T1, target_logit_T1 = zeros
-        return cls(reference_T1, sum_T1, logit_sum_T1, target_logit_T1, torch.empty_like(reference_T1))
+        reference_T1 = torch.full_like(sum_T1, -torch.inf)
+        rescale_T1 = torch.empty_like(reference_T1)
+        return cls(reference_T1, sum_T1, logit_sum_T1, target_logit_T1, rescale_T1)
 
 
-def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, temperature, softcap, logit_scale):
+def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, scales: _Scales):
     """`(log_probs_T, entropy_T)` of one tile of tokens; writes their Jacobian to `jacobian_TH` unless it is `None`."""
     tokens = len(hidden_TH)
     compute_dtype = hidden_TH.dtype
@@ -153,52 +169,67 @@ def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, temperatur
     device = hidden_TH.device
     vocabulary = len(weight_VH)
     keep_jacobian = jacobian_TH is not None
-    chunk = min(VOCABULARY_CHUNK if device_of_plan(hidden_TH) == "cpu" else VOCABULARY_CHUNK_GPU, vocabulary)
+    largest_chunk = VOCABULARY_CHUNK if device_of_plan(hidden_TH) == "cpu" else VOCABULARY_CHUNK_GPU
+    chunk = min(largest_chunk, vocabulary)
     in_kernel = runs(_fold_kernel, hidden_TH)
+    # The product would round the weights to its operands' precision; the kernel writes them in that precision.
+    weight_dtype = compute_dtype if in_kernel else dtype
     logits = torch.empty(tokens * chunk, device=device, dtype=dtype)
-    # The product would round these weights to its operands' precision; the kernel writes them in that precision.
-    weights = torch.empty(tokens * chunk, device=device, dtype=compute_dtype if in_kernel else dtype)
+    weights = torch.empty(tokens * chunk, device=device, dtype=weight_dtype)
     sums = _Sums.of_nothing(tokens, device, dtype)
-    settings = (temperature, softcap, logit_scale)
     if keep_jacobian:
         jacobian_TH.zero_()  # holds the sum of e·W until the last chunk was read
 
     for start in without_repetition(range(0, vocabulary, chunk), hidden_TH):
         weight_CH = weight_VH[start : start + chunk].to(compute_dtype)
         width = len(weight_CH)
-        z_TC, e_TC = (buffer[: tokens * width].view(tokens, width) for buffer in (logits, weights))
+        numbers = tokens * width
+        z_TC = logits[:numbers].view(tokens, width)
+        e_TC = weights[:numbers].view(tokens, width)
         # With beta=0 the old content of the buffer is not read.
         add_product(z_TC, hidden_TH, weight_CH.t(), beta=0.0)
         if bias_V is not None:
-            z_TC.add_(bias_V[start : start + chunk].to(compute_dtype))
-        local_T1 = (targets_T - start).unsqueeze(-1)
-        if not (in_kernel and _fold_in_kernel(sums, z_TC, e_TC, local_T1, keep_jacobian, *settings)):
-            _fold(sums, z_TC, e_TC, local_T1, keep_jacobian, *settings)
+            bias_C = bias_V[start : start + chunk]
+            z_TC.add_(bias_C.to(compute_dtype))
+        local_T = targets_T - start
+        local_T1 = local_T.unsqueeze(-1)
+        is_folded = in_kernel and _fold_in_kernel(sums, z_TC, e_TC, local_T1, keep_jacobian, scales)
+        if not is_folded:
+            _fold(sums, z_TC, e_TC, local_T1, keep_jacobian, scales)
         if keep_jacobian:
             if sums.rescale_T1 is not None:
                 jacobian_TH *= sums.rescale_T1
             add_product(jacobian_TH, e_TC, weight_CH)
 
     log_partition_T1 = sums.reference_T1 + sums.sum_T1.log()
-    log_probs_T = (sums.target_logit_T1 - log_partition_T1).squeeze(-1)
-    entropy_T = (log_partition_T1 - sums.logit_sum_T1 / sums.sum_T1).squeeze(-1)
+    log_probs_T1 = sums.target_logit_T1 - log_partition_T1
+    mean_logit_T1 = sums.logit_sum_T1 / sums.sum_T1
+    entropy_T1 = log_partition_T1 - mean_logit_T1
     if keep_jacobian:
-        target_weight_TH = weight_VH[targets_T].to(compute_dtype).to(dtype)
-        if softcap is not None:
-            target_weight_TH *= 1 - (sums.target_logit_T1 * (temperature / softcap)).square()
-        jacobian_TH.div_(-sums.sum_T1).add_(target_weight_TH).mul_(logit_scale / temperature)
-    return log_probs_T, entropy_T
+        # Rounded to the precision in which the chunks were multiplied.
+        target_weight_TH = weight_VH[targets_T].to(compute_dtype)
+        target_weight_TH = target_weight_TH.to(dtype)
+        if scales.softcap is not None:
+            tanh_T1 = sums.target_logit_T1 * (scales.temperature / scales.softcap)
+            target_weight_TH *= 1 - tanh_T1.square()
+        jacobian_TH.div_(-sums.sum_T1)
+        jacobian_TH.add_(target_weight_TH)
+        jacobian_TH.mul_(scales.logit_scale / scales.temperature)
+    return log_probs_T1.squeeze(-1), entropy_T1.squeeze(-1)
 
 
-def _fold(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian, temperature, softcap, logit_scale) -> None:
+def _fold(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian: bool, scales: _Scales) -> None:
     """Add a chunk of logits to `sums`, and write the weights of the head's rows to `e_TC`. Overwrites `z_TC`.
 
     Args:
         local_T1: the target's column in the chunk; outside of `0..C-1` if the target is in another chunk.
     """
     width = z_TC.shape[1]
+    temperature, softcap, logit_scale = scales
     if softcap is not None:
-        z_TC.mul_(logit_scale / softcap).tanh_().mul_(softcap / temperature)
+        z_TC.mul_(logit_scale / softcap)
+        z_TC.tanh_()
+        z_TC.mul_(softcap / temperature)
     elif logit_scale != temperature:
         z_TC.mul_(logit_scale / temperature)
 
@@ -206,21 +237,32 @@ def _fold(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian, temperature, softcap
     is_here_T1 = (local_T1 >= 0) & (local_T1 < width)
     sums.target_logit_T1 = torch.where(is_here_T1, logit_T1, sums.target_logit_T1)
 
-    maximum_T1 = torch.maximum(sums.reference_T1, z_TC.amax(-1, keepdim=True))
+    largest_T1 = z_TC.amax(-1, keepdim=True)
+    maximum_T1 = torch.maximum(sums.reference_T1, largest_T1)
     sums.rescale_T1 = None
     # On a CPU the comparison costs nothing and saves rescaling the sums; on a GPU the host would wait for its result.
-    if is_fake(z_TC) or z_TC.device.type != "cpu" or bool((maximum_T1 > sums.reference_T1 + REFERENCE_SLACK).any()):
-        sums.rescale_T1 = torch.exp(sums.reference_T1 - maximum_T1)
+    is_due = True
+    if z_TC.device.type == "cpu" and not is_fake(z_TC):
+        exceeds_T1 = maximum_T1 > sums.reference_T1 + REFERENCE_SLACK
+        is_due = bool(exceeds_T1.any())
+    if is_due:
+        rescale_T1 = torch.exp(sums.reference_T1 - maximum_T1)
+        sums.rescale_T1 = rescale_T1
         sums.reference_T1 = maximum_T1
-        sums.sum_T1 *= sums.rescale_T1
-        sums.logit_sum_T1 *= sums.rescale_T1
+        sums.sum_T1 *= rescale_T1
+        sums.logit_sum_T1 *= rescale_T1
 
-    e = torch.sub(z_TC, sums.reference_T1, out=e_TC if e_TC.dtype == z_TC.dtype else None).exp_()
+    buffer = e_TC if e_TC.dtype == z_TC.dtype else None
+    e = torch.sub(z_TC, sums.reference_T1, out=buffer).exp_()
     sums.sum_T1 += e.sum(-1, keepdim=True)
-    sums.logit_sum_T1 += torch.bmm(e.unsqueeze(1), z_TC.unsqueeze(2)).squeeze(-1)
+    # Σ e·z of each row as a product, which makes no third buffer.
+    logit_sum_T11 = torch.bmm(e.unsqueeze(1), z_TC.unsqueeze(2))
+    sums.logit_sum_T1 += logit_sum_T11.squeeze(-1)
     if keep_jacobian and softcap is not None:
         # d softcap·tanh(u) / du carries 1 − tanh²
-        e.mul_(z_TC.mul_(temperature / softcap).square_().neg_().add_(1))
+        tanh_TC = z_TC.mul_(temperature / softcap)
+        slope_TC = tanh_TC.square_().neg_().add_(1)
+        e.mul_(slope_TC)
     if e is not e_TC:
         e_TC.copy_(e)
 
@@ -228,12 +270,13 @@ def _fold(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian, temperature, softcap
 _BLOCK = 1024
 
 
-def _fold_in_kernel(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian, temperature, softcap, logit_scale) -> bool:
+def _fold_in_kernel(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian: bool, scales: _Scales) -> bool:
     """[`_fold`] as one kernel; returns `False` if the kernel could not be launched."""
+    tokens, width = z_TC.shape
     running = sums.reference_T1, sums.sum_T1, sums.logit_sum_T1, sums.target_logit_T1, sums.rescale_T1
-    scales = logit_scale, softcap or 1.0, 1 / temperature
-    flags = {"SOFTCAP": softcap is not None, "JACOBIAN": keep_jacobian, "BLOCK": _BLOCK}
-    return launch(_fold_kernel, len(z_TC), z_TC, e_TC, local_T1, *running, z_TC.shape[1], *scales, **flags)
+    numbers = width, scales.logit_scale, scales.softcap or 1.0, 1 / scales.temperature
+    flags = {"SOFTCAP": scales.softcap is not None, "JACOBIAN": keep_jacobian, "BLOCK": _BLOCK}
+    return launch(_fold_kernel, tokens, z_TC, e_TC, local_T1, *running, *numbers, **flags)
 
 
 @jit
@@ -285,7 +328,8 @@ def _fold_kernel(
         total += tl.sum(e, axis=0)
         logit_total += tl.sum(e * z, axis=0)
         if JACOBIAN:
-            tl.store(e_row + columns, (e * slope).to(e_ptr.dtype.element_ty), mask=inside)
+            weight = e * slope
+            tl.store(e_row + columns, weight.to(e_ptr.dtype.element_ty), mask=inside)
     tl.store(reference_ptr + row, reference)
     tl.store(sum_ptr + row, total)
     tl.store(logit_sum_ptr + row, logit_total)

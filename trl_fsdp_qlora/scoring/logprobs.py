@@ -148,7 +148,9 @@ def score_with_head(
     if gathered:
         # The head is sharded by FSDP2. An offloaded shard is moved before the gathering: a head that is gathered on
         # the host would be computed there.
-        weight, bias = (None if x is None else x.to(hidden_NH.device).full_tensor() for x in (weight, bias))
+        weight = weight.to(hidden_NH.device).full_tensor()
+        if bias is not None:
+            bias = bias.to(hidden_NH.device).full_tensor()
     # A model may be split over several devices, with its last layer on another device than its head.
     hidden_NH = hidden_NH.to(weight.device)
     autocast = nullcontext()
@@ -170,5 +172,9 @@ def score_with_head(
             head.outputs,
         )
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    is_wanted = {"log_probs", *head.outputs}
-    return {name: x.to(device) if name in is_wanted else None for name, x in zip(names, values, strict=True)}
+    wanted = {"log_probs", *head.outputs}
+    outputs: dict[str, torch.Tensor | None] = dict.fromkeys(names)
+    for name, value in zip(names, values, strict=True):
+        if value is not None and name in wanted:
+            outputs[name] = value.to(device)
+    return outputs

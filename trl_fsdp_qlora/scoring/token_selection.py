@@ -50,7 +50,8 @@ def check_selection(
         raise ValueError(f"token_selection_weighting={weighting!r} is unknown; it is one of {', '.join(WEIGHTINGS)}")
     if weighting == "auto":
         weighting = "self_normalized" if strategy == "s_grpo" else "horvitz_thompson"
-    reason = _refusal(strategy, rate, always_first, max_tokens, is_unbiased=weighting == "horvitz_thompson")
+    is_unbiased = weighting == "horvitz_thompson"
+    reason = _refusal(strategy, rate, always_first, max_tokens, is_unbiased)
     if reason is not None:
         raise ValueError(f"token_selection_{reason}")
     return weighting
@@ -121,10 +122,12 @@ def select_tokens(
     """
     weighting = check_selection(strategy, rate, always_first, max_tokens, weighting)
     device = completion_mask.device
-    # Probabilities of long completions need float64, which Apple's GPUs do not have.
-    valid_BC = completion_mask.bool().to(device if widest_float(device) is torch.float64 else "cpu")
+    valid_BC = completion_mask.bool()
     if strategy == "all":
-        return TokenSelection(valid_BC.to(device), valid_BC.float().to(device))
+        return TokenSelection(valid_BC, valid_BC.float())
+    # Probabilities of long completions need float64, which Apple's GPUs do not have.
+    if widest_float(device) is not torch.float64:
+        valid_BC = valid_BC.to("cpu")
     length_B1 = valid_BC.sum(-1, keepdim=True)
     number_BC = valid_BC.cumsum(-1) - 1
     if strategy == "prefix_cut":
@@ -133,33 +136,52 @@ def select_tokens(
         keep_BC, probability_BC = _bernoulli(number_BC, length_B1, valid_BC, rate, always_first, max_tokens, generator)
     keep_BC &= valid_BC
     if weighting == "horvitz_thompson":
-        weight_BC = probability_BC.clamp(min=torch.finfo(torch.float64).tiny).reciprocal()
+        tiny = torch.finfo(torch.float64).tiny  # for padding, which is never kept
+        weight_BC = probability_BC.clamp(min=tiny).reciprocal()
     else:
-        weight_BC = (length_B1 / keep_BC.sum(-1, keepdim=True).clamp(min=1)).expand(keep_BC.shape)
-    return TokenSelection(keep_BC.to(device), torch.where(keep_BC, weight_BC, 0.0).float().to(device))
+        kept_B1 = keep_BC.sum(-1, keepdim=True).clamp(min=1)
+        weight_B1 = length_B1 / kept_B1
+        weight_BC = weight_B1.expand(keep_BC.shape)
+    weight_BC = torch.where(keep_BC, weight_BC, 0.0).float()
+    return TokenSelection(keep_BC.to(device), weight_BC.to(device))
+
+
+def _uniform(shape: torch.Size, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+    """Random numbers in [0, 1), drawn on the CPU, so that every device draws the same."""
+    on_host = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return to_device(on_host, device)
 
 
 def _prefix_cut(number_BC, length_B1, rate, always_first, generator):
-    shortest_B1 = ((2 * rate - 1) * length_B1).round().long().clamp(min=max(always_first, 1)).minimum(length_B1)
+    share_B1 = (2 * rate - 1) * length_B1
+    rounded_B1 = share_B1.round().long()
+    at_least = max(always_first, 1)
+    shortest_B1 = rounded_B1.clamp(min=at_least).minimum(length_B1)
     choices_B1 = length_B1 - shortest_B1 + 1
-    # On the CPU, so that every device draws the same numbers.
-    draw_B1 = to_device(torch.rand(length_B1.shape, generator=generator, dtype=torch.float64), length_B1.device)
+    draw_B1 = _uniform(length_B1.shape, length_B1.device, generator)
     cut_B1 = shortest_B1 + (draw_B1 * choices_B1).long()
-    return number_BC < cut_B1, ((length_B1 - number_BC) / choices_B1).clamp(max=1.0).double()
+    # A token is kept by all cuts behind it.
+    cuts_behind_BC = length_B1 - number_BC
+    probability_BC = (cuts_behind_BC / choices_B1).clamp(max=1.0)
+    return number_BC < cut_B1, probability_BC.double()
 
 
 def _bernoulli(number_BC, length_B1, valid_BC, rate, always_first, max_tokens, generator):
-    first_BC = number_BC < always_first
-    draw_BC = to_device(torch.rand(number_BC.shape, generator=generator, dtype=torch.float64), number_BC.device)
-    drawn_BC = valid_BC & ~first_BC & (draw_BC < rate)
+    is_first_BC = number_BC < always_first
+    draw_BC = _uniform(number_BC.shape, number_BC.device, generator)
+    is_drawn_BC = valid_BC & ~is_first_BC & (draw_BC < rate)
     probability_B1 = torch.full(length_B1.shape, rate, dtype=torch.float64, device=length_B1.device)
     if max_tokens is not None:
         # The random number of a token that was drawn is uniform below the rate, so the smallest are a random subset.
         room = max_tokens - always_first
-        order_BC = draw_BC.masked_fill(~drawn_BC, torch.inf).argsort(-1).argsort(-1)
-        drawn_BC &= order_BC < room
-        probability_B1 = capped_probability(length_B1 - always_first, rate, room, most=number_BC.shape[-1])
-    return first_BC | drawn_BC, torch.where(first_BC, 1.0, probability_B1)
+        drawn_numbers_BC = draw_BC.masked_fill(~is_drawn_BC, torch.inf)
+        order_BC = drawn_numbers_BC.argsort(-1)
+        rank_BC = order_BC.argsort(-1)
+        is_drawn_BC &= rank_BC < room
+        others_B1 = length_B1 - always_first
+        probability_B1 = capped_probability(others_B1, rate, room, most=number_BC.shape[-1])
+    probability_BC = torch.where(is_first_BC, 1.0, probability_B1)
+    return is_first_BC | is_drawn_BC, probability_BC
 
 
 def capped_probability(n: torch.Tensor, rate: float, room: int, most: int | None = None) -> torch.Tensor:
@@ -175,14 +197,20 @@ def capped_probability(n: torch.Tensor, rate: float, room: int, most: int | None
     n = n.clamp(min=1).double()
     if rate == 1.0:
         return (room / n).clamp(max=1.0)
+    if most is None:
+        most = int(n.max())
     # E[min(X, room)] = Σ_j P(X = j)·min(j, room). The terms are computed as logarithms, because n may be in the
     # thousands.
-    j = torch.arange((int(n.max()) if most is None else most) + 1, dtype=torch.float64, device=n.device)
+    j = torch.arange(most + 1, dtype=torch.float64, device=n.device)
     remaining = (n - j).clamp(min=0)
-    log_term = torch.lgamma(n + 1) - torch.lgamma(j + 1) - torch.lgamma(remaining + 1)
-    log_term += j * np.log(rate) + remaining * np.log1p(-rate)
-    term = torch.where(j <= n, log_term.exp(), 0.0)
-    return (term * j.clamp(max=room)).sum(-1, keepdim=True) / n
+    log_factorial = torch.lgamma(n + 1)
+    log_choose = log_factorial - torch.lgamma(j + 1) - torch.lgamma(remaining + 1)
+    log_power = j * np.log(rate) + remaining * np.log1p(-rate)
+    probability = torch.exp(log_choose + log_power)
+    probability = torch.where(j <= n, probability, 0.0)
+    kept = j.clamp(max=room)
+    expected = (probability * kept).sum(-1, keepdim=True)
+    return expected / n
 
 
 def step_generator(seed: int, step: int, micro_step: int, rank: int) -> torch.Generator:
@@ -190,8 +218,9 @@ def step_generator(seed: int, step: int, micro_step: int, rank: int) -> torch.Ge
 
     Ranks and micro-batches draw independently, and the global generators are not touched.
     """
-    entropy = np.random.SeedSequence([seed, step, micro_step, rank]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(entropy[0]))
+    sequence = np.random.SeedSequence([seed, step, micro_step, rank])
+    (entropy,) = sequence.generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(entropy))
 
 
 def weight_gradient(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

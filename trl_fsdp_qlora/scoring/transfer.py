@@ -18,7 +18,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    pinned = tensor.pin_memory()
+    return pinned.to(device, non_blocking=True)
 
 
 def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -27,9 +28,14 @@ def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if not on_device:
         return tensors
     device = next(iter(on_device.values())).device
-    flat = [x.reshape(-1).to(device, torch.int64) for x in on_device.values()]
-    parts = torch.cat(flat).cpu().split([x.numel() for x in flat])
+    flat = []
+    for x in on_device.values():
+        flat.append(x.reshape(-1).to(device, torch.int64))
+    sizes = [x.numel() for x in flat]
+    transferred = torch.cat(flat).cpu()
+    parts = transferred.split(sizes)
     on_host = dict(tensors)
     for part, (name, x) in zip(parts, on_device.items(), strict=True):
-        on_host[name] = part.view(x.shape).to(x.dtype)
+        integers = part.view(x.shape)
+        on_host[name] = integers.to(x.dtype)
     return on_host

@@ -117,8 +117,8 @@ def build_small_base(output_dir: str | Path, seed: int = 0) -> Path:
     """
     from trl import SFTConfig, SFTTrainer
 
+    from ..trainers.reporting.terminal import use_terminal
     from ..utils.threads import fit_threads
-    from .run.terminal import use_terminal
 
     output_dir = Path(output_dir)
     if output_dir.exists():

@@ -25,6 +25,7 @@ from ..utils.threads import fitted_threads
 from .reporting.card_info import CardInfo
 from .reporting.phases import PhaseTimer, TelemetryCallback
 from .reporting.startup import StartupCallback
+from .reporting.terminal import print_once
 from .saving.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from .saving.running import marked_as_running
 from .saving.stopping import stopping_after_step
@@ -118,6 +119,7 @@ class TrainerRun(ShardedQLoRAMixin):
             trl_fsdp_qlora.utils.files.CheckpointError: see
             [`trl_fsdp_qlora.trainers.saving.checkpoints.WholeCheckpoints`].
         """
+        print_once(self)
         saves = self.args.process_index == 0 and self.args.save_strategy != SaveStrategy.NO
         mark = marked_as_running(self.args.output_dir) if saves else nullcontext()
         with mark, fitted_threads(self.model), stopping_after_step(self, self.resume_command):
@@ -165,6 +167,7 @@ class TrainerRun(ShardedQLoRAMixin):
         """Called after the backward of a micro-batch's loss; runs what is left of it if the micro-batch was cut."""
 
     def evaluate(self, *args, **kwargs):
+        print_once(self)
         with self.clock.phase("evaluate"), fitted_threads(self.model), self._fast_products():
             return super().evaluate(*args, **kwargs)
 

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """`value` in numbers, texts, lists and dictionaries, for a reader of a card or of `manifest.json`.
 
     Any other object becomes the name of its class, because its `repr` may hold an address, which differs from run to
@@ -26,7 +26,7 @@ def counted(count: float, noun: str) -> str:
     return f"{number} {noun}{'' if count == 1 else 's'}"
 
 
-def _part(value: Any) -> Any:
+def _part(value: object) -> object:
     if isinstance(value, (set, frozenset)):
         return sorted(map(plain, value), key=str)
     if hasattr(value, "tolist"):  # numpy's numbers and arrays, tensors

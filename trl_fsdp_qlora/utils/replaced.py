@@ -4,15 +4,14 @@ Libraries read names of their modules, classes and objects for which they have n
 use this; a contract in `pyproject.toml` lists the other files that do, each with its reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 _ABSENT = object()
 
 
 @contextmanager
-def replaced(target: Any, /, **values: Any) -> Iterator[None]:
+def replaced(target: object, /, **values: object) -> Iterator[None]:
     """Set attributes of `target` inside the block, and restore them when the block ends, also by an exception.
 
     An attribute that `target` inherited (from its class, or a class from its base) is inherited again after the block.
@@ -40,11 +39,11 @@ def replaced(target: Any, /, **values: Any) -> Iterator[None]:
         yield
 
 
-def _held_by(target: Any) -> Any:
+def _held_by(target: object) -> Mapping[str, object]:
     return getattr(target, "__dict__", {})  # an object with `__slots__` has none
 
 
-def _restore(target: Any, name: str, held: Any, before: Any) -> None:
+def _restore(target: object, name: str, held: object, before: object) -> None:
     if held is not _ABSENT:
         setattr(target, name, held)
     elif name in _held_by(target):

@@ -133,7 +133,7 @@ def test_an_error_names_few_of_many_columns(tmp_path):
             datasets._known_columns(rows, "mine.jsonl", None, None, graded=True)
         assert len(str(refused.value)) < 1000
     path = write(tmp_path / "mine.jsonl", [{"problem": {"a": ["x" * 10_000]}, "answer": 1}])
-    with pytest.raises(datasets.DatasetError, match="row 0: the field 'problem' must be text or a list") as refused:
+    with pytest.raises(datasets.DatasetError, match="row 1: the field 'problem' must be text or a list") as refused:
         datasets.read_problems(path)
     assert len(str(refused.value)) < 400
 
@@ -154,9 +154,11 @@ def test_prompts_and_place_holders():
     assert row["prompt"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Solve: 1+1?"}]
     assert (row["answer"], row["row"]) == ("2", 5)
     assert datasets.to_prompts(problems, "Be short.", chat=False)[0]["prompt"] == "Be short.\n1+1?"
-    for literal in (r"{question} in \boxed{answer}", '{question} as {"answer": 1}', "{question} {{x}} {}"):
+    for literal in (r"{question} in \boxed{answer}", '{question} as {"answer": 1}', "{question} {}"):
         row = datasets.to_prompts(problems, template=literal, chat=False)[0]
         assert row["prompt"] == literal.replace("{question}", "1+1?")
+    row = datasets.to_prompts(problems, template="{question} {{x}}", chat=False)[0]
+    assert row["prompt"] == "1+1? {x}"  # as in Python's own format
     with pytest.raises(datasets.DatasetError, match=r"\{question\}"):
         datasets.to_prompts(problems, template="Solve")
 

@@ -44,7 +44,7 @@ GOLDS = [
 @pytest.mark.parametrize("gold", GOLDS, ids=range(len(GOLDS)))
 def test_a_gold_answer_without_a_value_names_its_row_in_few_words(gold):
     for reward in (rewards.exact_answer_reward(), rewards.graded_reward):
-        with pytest.raises(UnparsableGoldAnswer, match="row 17 ") as caught:
+        with pytest.raises(UnparsableGoldAnswer, match="row 18 ") as caught:
             reward(completions=["1", "2"], answer=["1", gold], row=[3, 17])
         assert len(str(caught.value)) < 400
 
@@ -98,7 +98,7 @@ def test_a_reward_of_ones_own_is_imported_once_and_what_is_not_there_is_named(fo
         "own_rewards.py:has_unitt": "own_rewards.py has no function 'has_unitt'; did you mean 'has_unit'?",
         "own_rewards.py:NOTF": "'NOTF' in own_rewards.py is no function: it is of type int",
         "own_rewards.py:NOTG": "own_rewards.py has no function 'NOTG'",
-        "own_reward.py:f": "own_reward.py cannot be imported: ModuleNotFoundError: No module named 'own_reward'; did",
+        "own_reward.py:f": "own_reward.py:f: there is no such file; did you mean 'own_rewards.py'?",
         "own_broken.py:f": "own_broken.py cannot be imported: ZeroDivisionError: division by zero",
         "json.py:loads": "there is another module 'json'; give the file another name",
     }

@@ -31,7 +31,7 @@ def test_accuracy_of_a_known_model():
 
 def test_a_bad_gold_answer_is_found_before_anything_is_generated():
     model = Answering(None)
-    with pytest.raises(UnparsableGoldAnswer, match="row 1"):
+    with pytest.raises(UnparsableGoldAnswer, match="row 2"):
         evaluate(model, model.tokenizer, Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "4" * 5000]}))
 
 

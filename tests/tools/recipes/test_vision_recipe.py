@@ -100,7 +100,7 @@ def test_a_broken_or_missing_picture_is_named_by_its_row(tmp_path):
     problems = read_problems(str(tmp_path / "whole.parquet"))
     assert [len(problem["images"]) for problem in problems] == [1, 1]
     for name in ("data.jsonl", "broken.parquet"):
-        with pytest.raises(DatasetError, match=r"row 1: .*image"):
+        with pytest.raises(DatasetError, match=r"row 2: .*image"):
             read_problems(str(tmp_path / name))
 
 

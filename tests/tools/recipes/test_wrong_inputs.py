@@ -77,9 +77,9 @@ GRPO = [
     ("--dataset empty.jsonl", "empty.jsonl is empty: it has no rows"),
     ("--dataset blank.csv", "dataset 'blank.csv' (split 'train') cannot be loaded: "),
     ("--dataset data.txt", "data.txt is not a file of a known kind: .jsonl, .json, .csv, .tsv, .parquet"),
-    ("--dataset missing.jsonl", "missing.jsonl, row 1: the field 'answer' is empty"),
-    ("--dataset number.jsonl", "number.jsonl, row 0: the field 'problem' must be text or a list of messages"),
-    ("--dataset tests.jsonl", "tests.jsonl, row 0: the gold answer of row 0 is no number and no text of one line"),
+    ("--dataset missing.jsonl", "missing.jsonl, row 2: the field 'answer' is empty"),
+    ("--dataset number.jsonl", "number.jsonl, row 1: the field 'problem' must be text or a list of messages"),
+    ("--dataset tests.jsonl", "tests.jsonl, row 1: the gold answer of row 1 is no number and no text of one line"),
     ("--dataset columns.jsonl", "'columns.jsonl' has columns a, b; looked for Body, Question, Answer | "),
     (
         "--held_out 75",

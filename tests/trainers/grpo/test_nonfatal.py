@@ -8,7 +8,7 @@ from trl import GRPOConfig
 
 from tests.tiny import character_tokenizer, lora, new_model, prompts, save_tiny_model, these_first, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.tools.run.terminal import use_terminal
+from trl_fsdp_qlora.trainers.reporting.terminal import use_terminal
 from trl_fsdp_qlora.trainers.saving import checkpoints
 from trl_fsdp_qlora.trainers.saving.checkpoints import why_not_whole
 from trl_fsdp_qlora.utils import nonfatal
@@ -65,7 +65,7 @@ BESIDE = [
     ("trainers.reporting.card.changed_arguments", "trainers.reporting.phases.PeakMemory.read",
      "trainers.reporting.phases.islice", "trainers.reporting.phases.PhaseTimer.drain_peaks",
      "trainers.reporting.startup.first_prompt"),
-    ("trainers.reporting.startup.startup_block", "tools.run.terminal._duration"),
+    ("trainers.reporting.startup.startup_block", "trainers.reporting.terminal._duration"),
 ]  # fmt: skip
 
 

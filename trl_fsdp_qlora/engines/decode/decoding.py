@@ -45,6 +45,7 @@ from ...scoring.cpu_linear import fast_linears
 from ...scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable
 from .common_beginning import prefill_beginning
+from .lora_products import joined_products
 from .turns import (
     Continuation,
     KeptRow,
@@ -171,7 +172,7 @@ class Decoding:
         # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
         keeps = self.turns is not None and not self.turns.is_last and not self.has_images
-        with fast_linears(model):
+        with fast_linears(model), joined_products(model):
             with self._tower_on_every_rank(model, input_ids.device, synced_gpus):
                 outputs = self._prefill(model, input_ids, prompt_R, batch, generation_config, synced_gpus)
             with tuned_for_decoding(model):

@@ -83,16 +83,21 @@ class StateCache:
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor]:
-        return {index: state for (kind, index), state in self.before.items() if kind == "conv"}
+        return self._of_kind("conv")
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor]:
-        return {index: state for (kind, index), state in self.before.items() if kind == "recurrent"}
+        return self._of_kind("recurrent")
+
+    def _of_kind(self, kind: str) -> dict[int, torch.Tensor]:
+        before = self.before or {}
+        return {index: state for (state_kind, index), state in before.items() if state_kind == kind}
 
 
 def compute(module: nn.Module, tokens: dict, packed_row: PackedRow) -> torch.Tensor:
     """Returns the layer's output `(1, T, ...)`; `tokens` are its arguments with one entry per token, `(1, T, ...)`."""
     cache_argument = cache_name(type(module))
+    assert cache_argument is not None, type(module)  # the table of kinds has classes with a cache alone
     stretches, order = _plan(packed_row, tokens["hidden_states"].device)
     parts = []
     states: dict[int, list[dict]] = {}  # of inner segments, by level

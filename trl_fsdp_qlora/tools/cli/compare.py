@@ -37,12 +37,12 @@ from ...prefix_sharing.dropout import draws, without_dropout
 from ...trainers.methods import METHODS, Method
 from ...trainers.reporting.phases import Moment, seconds
 from ...trainers.reporting.startup import StartupCallback
+from ...trainers.reporting.terminal import no_bars_in_files
 from ...trainers.starting.input_checks import language_model_only
 from ...trainers.step.groups import micro_batches
 from ...utils.replaced import replaced
 from ...utils.resources import resource_folder
 from ...utils.threads import fit_threads
-from ..run import terminal
 from ..run.one_line import OneLineParser
 from .scripts import method_of, with_recipe
 
@@ -73,7 +73,7 @@ def compare(words: list[str]) -> int:
         print(__doc__)
         return 0
     warnings.simplefilter("ignore")  # the libraries warn about each other
-    terminal.no_bars_in_files()
+    no_bars_in_files()
     logging.set_verbosity_error()
     parser = OneLineParser("trl-fsdp-qlora compare")
     parser.add_argument("--steps", type=int, default=3)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...errors import UserError, mistyped_path
 from ...trainers.methods import METHODS, Method
+from ...utils.plain import counted
 from ...utils.resources import accelerate_config, resource_folder
 from ..recipe.keys import check_keys, check_options, known_names, read_yaml, spellings
 from ..run.launch import launch
@@ -39,9 +40,23 @@ def launched(name: str, words: list[str]) -> int:
     launcher, rest = pop_options(words, LAUNCHER)
     rest = with_recipe(rest)
     config = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
+    check_gpu_ids(launcher.get("--gpu_ids"))
     flags = _config_flags(config, launcher)
     options = [word for option, value in launcher.items() for word in (option, value)]
     return launch([*flags, *options, str(resource_folder("recipes") / f"{name}.py"), *rest])
+
+
+def check_gpu_ids(ids: str | None) -> None:
+    """Refuse GPUs that are not there, without which accelerate trains on the CPU."""
+    if ids in (None, "all"):
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    missing = [number for number in ids.split(",") if not number.strip().isdigit() or int(number) >= count]
+    if missing:
+        there = f"this machine has {counted(count, 'GPU')}" if count else "this machine has no GPU that torch sees"
+        raise UserError(f"--gpu_ids {ids}: {there}{', numbered from 0' if count else ''}")
 
 
 def with_recipe(words: list[str]) -> list[str]:

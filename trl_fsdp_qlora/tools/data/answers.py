@@ -249,8 +249,9 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | TextAnsw
     # Python refuses to print an integer that is too long.
     printed = f"{answer:#x}" if isinstance(answer, int) else repr(answer)
     formula = "" if not (isinstance(value, str) and _is_formula(value)) else " (trl.rewards:accuracy_reward for LaTeX)"
+    number = row + 1 if isinstance(row, int) else row  # people count rows from 1
     raise UnparsableGoldAnswer(
-        f"the gold answer of row {row} is no number and no text of one line: {printed[:120]}. Correct the row, "
+        f"the gold answer of row {number} is no number and no text of one line: {printed[:120]}. Correct the row, "
         f"leave it out of the dataset, or give rewards a function of your own{formula}"
     )
 

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import random
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,45 +64,92 @@ def has_splits(source: str) -> bool:
 def read_rows(source: str, split: str = "train", config: str | None = None) -> Iterable[dict]:
     """The unchanged rows of a source as [`read_problems`] takes it."""
     if source == ADDITION:
-        pairs, held_out = two_digit_pairs()
-        if split == "test":
-            pairs = held_out
-            random.Random(0).shuffle(pairs)  # so that the first hundred, for example, are a sample
-        return [{"problem": question_of(a, b), "answer": a + b} for a, b in pairs]
+        return _sums(split)
     if is_import_path(source):
-        return load_function(source)(**({"split": split} if has_splits(source) else {}))
-    path = Path(source)
+        function = load_function(source)
+        return function(split=split) if has_splits(source) else function()
     if is_missing_path(source):
         raise DatasetError(f"dataset {source!r}: there is no such file or folder{mistyped_path(source)}")
+    path = Path(source)
     if path.is_file() and path.suffix not in _READERS:
         raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
     try:
         if path.is_file():
-            kind, options = _READERS[path.suffix]
-            return load_dataset(kind, data_files=source, split="train", **options)
+            return _rows_of_file(path)
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            saved = load_from_disk(source)
-            splits = [saved] if isinstance(saved, Dataset) else [saved[part] for part in split.split("+")]
-            return concatenate_datasets(splits)
+            return _saved_rows(source, split)
         return load_dataset(source, config, split=split)
     except StopIteration:  # of the JSON reader
         raise DatasetError(f"{source} is empty: it has no rows") from None
     except (OSError, ValueError, KeyError, DatasetsError) as error:
-        reason = str(error.__cause__ or error).strip().split("\n")[0]
+        reason = _broken_line(path) or str(error.__cause__ or error).strip().split("\n")[0]
         raise DatasetError(
             f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}{mistyped_path(source)}"
         ) from error
 
 
+def _sums(split: str) -> list[dict]:
+    pairs, held_out = two_digit_pairs()
+    if split == "test":
+        pairs = held_out
+        random.Random(0).shuffle(pairs)  # so that the first hundred, for example, are a sample
+    return [{"problem": question_of(a, b), "answer": a + b} for a, b in pairs]
+
+
+def _rows_of_file(path: Path) -> Dataset:
+    reader, options = _READERS[path.suffix]
+    return load_dataset(reader, data_files=str(path), split="train", **options)
+
+
+def _saved_rows(source: str, split: str) -> Dataset:
+    """Rows of a folder that `save_to_disk` has written."""
+    saved = load_from_disk(source)
+    if isinstance(saved, Dataset):
+        return saved
+    return concatenate_datasets([saved[part] for part in split.split("+")])
+
+
+def _broken_line(path: Path) -> str | None:
+    """The first line of a `.jsonl` file that is no JSON, with its number; `None` if all are, or it is another file."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                json.loads(line or "null")
+            except (ValueError, RecursionError) as error:
+                if line.strip():
+                    return f"line {number} is no JSON: {error}"
+    return None
+
+
+def check_split(source: str, split: str, field: str) -> None:
+    """Refuse a split that `source` cannot have: of a file all rows are read, whatever the split is called.
+
+    `train+test` is what both together are called on the Hub, and all of a file of the same data.
+    """
+    is_name = set(split.split("+")) <= {"train", "validation", "test"}
+    if not is_name and not is_missing_path(source) and not has_splits(source):
+        raise DatasetError(
+            f"{field}={split!r}: {source} has no splits, all of its rows are read; leave {field} out, and take "
+            "problems out with held_out"
+        )
+
+
 def is_missing_path(source: str) -> bool:
     """Whether `source` can only be meant as a file or folder of this machine, and there is none.
 
-    It ends like a file that is read here, begins like a path, or its first folder is here. A model or a data set on
-    the Hub is called `name` or `owner/name`.
+    It ends like a file, begins like a path, has nearly the name of a file that is here, or its first folder is here.
+    A model or a data set on the Hub is called `name` or `owner/name`.
     """
     path = Path(source)
-    is_path = path.suffix in _READERS or source.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2
-    return not path.exists() and (is_path or (len(path.parts) == 2 and Path(path.parts[0]).is_dir()))
+    if path.exists():
+        return False
+    if path.suffix in _READERS or source.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2:
+        return True
+    if len(path.parts) == 2:
+        return Path(path.parts[0]).is_dir()
+    return bool(path.suffix and mistyped_path(source))
 
 
 def read_images(row: dict, source: str, row_name: str) -> list[dict]:
@@ -222,7 +270,7 @@ def _read_problem(
     row: dict, index: int, question_names: Sequence[str], gold_name: str | None, source: str, graded: bool
 ) -> dict[str, Any]:
     """The problem in a row, checked; the texts of `question_names` become one question."""
-    row_name = f"{source}, row {index}"
+    row_name = f"{source}, row {index + 1}"  # people count from 1
     needed = [*question_names, gold_name] if graded else question_names
     for name in needed:
         if row.get(name) in (None, "", []):
@@ -239,9 +287,18 @@ def is_conversation(question: Any) -> bool:
     return isinstance(question, list) and all(isinstance(each, dict) and "role" in each for each in question)
 
 
+def _check_messages(messages: Sequence[dict], row_name: str) -> None:
+    """Refuse messages that a chat template cannot render: without content, and without calls."""
+    for message in messages:
+        if message.get("content") is None and not message.get("tool_calls"):
+            names = ", ".join(name for name, value in message.items() if value is not None)
+            raise DatasetError(f"{row_name}: a message has no `content`, but {names}; each has `role` and `content`")
+
+
 def _question(row: dict, names: Sequence[str], row_name: str) -> str | list[dict]:
     """The question in the columns `names`: one text of them all, or a conversation as it is."""
     if len(names) == 1 and is_conversation(row[names[0]]):
+        _check_messages(row[names[0]], row_name)
         return row[names[0]]
     for name in names:
         if not isinstance(row[name], str):
@@ -317,10 +374,10 @@ def to_prompts(
     of reasoning-gym keep their `entry`, and problems that were read with `whole_rows` the other columns of their
     source, which reward functions get. `system_prompt` is put before the user's turn, or before the
     text; a conversation keeps a system prompt of its own. `template` turns a question, or the last text of a
-    conversation, into the user's turn.
+    conversation, into the user's turn; other columns have their places in it by name.
 
     Raises:
-        DatasetError: `template` has no `{question}`, or `problems` is empty.
+        DatasetError: `template` has no `{question}`, or names a column that a row lacks; or `problems` is empty.
     """
     if "{question}" not in template:
         raise DatasetError(f"prompt_template={template!r} has no {{question}} in it")
@@ -329,7 +386,8 @@ def to_prompts(
     rows = []
     further_columns = []
     for problem in problems:
-        rows.append({"prompt": _prompt(problem["question"], system_prompt, template, chat), "row": problem["row"]})
+        text = _filled(template, problem)
+        rows.append({"prompt": _prompt(problem["question"], system_prompt, text, chat), "row": problem["row"]})
         if "images" in problem:
             rows[-1]["images"] = problem["images"]
         answer = {} if problem.get("answer") is None else {"answer": problem["answer"]}
@@ -337,6 +395,35 @@ def to_prompts(
         further_columns.append({**problem.get("columns", {}), **answer, **of_generator})
     dataset = _with_columns(Dataset.from_list(rows), further_columns)
     return dataset.cast_column("images", List(Image())) if "images" in dataset.column_names else dataset
+
+
+# `{{name}}` is the text {name}, and `{name}` the column; in `\\boxed{name}` it is the argument of a command.
+_NAME = re.compile(r"\{\{(?P<text>\w+)\}\}|(?<![\w\\])\{(?P<column>\w+)\}")
+
+
+def _filled(template: str, problem: dict[str, Any]) -> str:
+    """`template` with the problem's columns in the places of their names, but for `{question}` itself.
+
+    Raises:
+        DatasetError: there is no such column, or it is the right answer.
+    """
+    columns = problem.get("columns", {})
+
+    def value(match: re.Match) -> str:
+        name = match["column"]
+        if name is None:
+            return f"{{{match['text']}}}"
+        if name == "question":
+            return match[0]
+        if name in columns and name.lower() != "answer":
+            return str(columns[name])
+        names = _shortened(", ".join(map(str, columns)) or "none")
+        reason = f"the data has no column {name!r}; its columns are {names}"
+        if name in columns:
+            reason = "it would show the right answer"
+        raise DatasetError(f"prompt_template: {match[0]}: {reason}. For the text itself write {{{match[0]}}}")
+
+    return _NAME.sub(value, template)
 
 
 def _prompt(question: str | list[dict], system_prompt: str | None, template: str, chat: bool) -> str | list[dict]:

@@ -24,6 +24,8 @@ def load_function(text: str) -> Callable:
         UserError: there is no such file, module or function; an exception of the file's import is the cause.
     """
     name, _, attribute = text.rpartition(":")
+    if name.endswith(".py") and not Path(name).is_file():
+        raise UserError(f"{text}: there is no such file{mistyped_path(name)}")
     path = Path(name).resolve() if name.endswith(".py") else None
     folder = os.getcwd() if path is None else str(path.parent)
     if folder not in sys.path:
@@ -33,8 +35,7 @@ def load_function(text: str) -> Callable:
         # their source is found.
         module = importlib.import_module(name if path is None else path.stem)
     except (Exception, SystemExit) as error:  # any exception of the user's file gets the file's name
-        reason = f"{type(error).__name__}: {error}{'' if path is None else mistyped_path(name)}"
-        raise UserError(f"{name} cannot be imported: {reason}") from error
+        raise UserError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
     if path is not None and Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise UserError(f"{name}: there is another module {path.stem!r}; give the file another name")
     function = getattr(module, attribute, None)

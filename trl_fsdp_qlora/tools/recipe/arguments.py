@@ -82,6 +82,16 @@ class ScriptArguments:
     require_fit: bool = option(False, "Stop before anything is loaded if the plan does not fit; otherwise warn.")
 
 
+# The least value of each number of a script's arguments, and what is meant.
+_LEAST = {
+    "eval_problems": (1, "it is a number of problems; skip_accuracy: true measures none"),
+    "held_out": (0, "it is a number of problems; 0 takes none out"),
+    "sft_problems": (1, "it is a number of problems"),
+    "accuracy_steps": (0, "it is a number of steps; 0 measures before and after only"),
+    "accuracy_samples": (0, "it is the k of pass@k; 0 measures greedy decoding only"),
+    "accuracy_batch_size": (1, "it is a number of completions"),
+}
+
 # How YAML spells truth values.
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -103,6 +113,13 @@ class _Parser(OneLineParser, TrlParser):
         raise ConfigError(plain_message(message))
 
 
+# What helps with an error of TRL's or transformers', by words of its text.
+_HINTS = {
+    "bf16/gpu": " In the recipe: use_cpu: true and bf16: false.",
+    "generation_batch_size": "; it is per_device_train_batch_size x processes x gradient_accumulation_steps unless "
+    "it is set",
+}
+
 Words = Sequence[str] | None
 Defaults = Mapping[str, Any] | None
 
@@ -120,10 +137,13 @@ def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults =
     if lines:
         raise ConfigError(lines[0])
     values = vars(namespace)
+    for name, (least, reason) in _LEAST.items():
+        if values.get(name) is not None and values[name] < least:
+            raise ConfigError(f"{name}={values[name]} can only be a mistake: {reason}")
     try:
         return tuple(kind(**{each.name: values[each.name] for each in fields(kind) if each.init}) for kind in types)
     except (ValueError, ImportError) as error:  # raised by the types' own checks
-        hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
+        hint = next((hint for words, hint in _HINTS.items() if words in str(error)), "")
         raise ConfigError(f"{error}{hint}") from error
 
 

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +18,19 @@ from transformers import (
     AutoTokenizer,
     PretrainedConfig,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations import INTEGRATION_TO_CALLBACK, is_deepspeed_zero3_enabled
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 from trl import ModelConfig, get_peft_config
 
 from ...compat import trl as compat
 from ...compat import trl_rollouts
 from ...compat.transformers import model_class
-from ...errors import mistyped_path
+from ...errors import did_you_mean, mistyped_path
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...prefix_sharing.sharing import CHOICES
 from ...trainers.saving.checkpoints import resolve_resume
 from ...trainers.starting.input_checks import check_processes, language_model_only, mistakes
+from ...utils.plain import counted
 from ..data.datasets import is_missing_path
 from ..data.import_path import load_function
 from ..data.rewards import get_reward
@@ -105,6 +107,13 @@ def check_training(config: Any, model: ModelConfig) -> None:
     if config.save_strategy == "steps" and not config.save_steps > 0:
         raise ConfigError(f"save_steps={config.save_steps} saves nothing; save_strategy: no leaves checkpoints out")
     settings = vars(config)  # not every trainer has every field
+    check_loss(config)
+    check_reports(config.report_to)
+    if settings.get("use_liger_kernel"):
+        check_installed("liger_kernel", "use_liger_kernel: true", "liger-kernel")
+    if settings.get("token_selection") == "all" and settings.get("token_selection_rate") is not None:
+        rate = settings["token_selection_rate"]
+        raise ConfigError(f"token_selection_rate={rate} needs token_selection: s_grpo, uniform or prefix_cut")
     prefix_sharing = settings.get("prefix_sharing", "auto")
     if prefix_sharing not in CHOICES:
         raise ConfigError(f"prefix_sharing={prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
@@ -127,14 +136,49 @@ def check_launch_environment(config: Any, model: ModelConfig) -> None:
         )
 
 
-def check_installed(package: str, setting: str) -> None:
-    """Raises [`ConfigError`] if `package`, which `setting` needs, is not installed."""
-    if importlib.util.find_spec(package) is None:
+def check_installed(module: str, setting: str, package: str | None = None) -> None:
+    """Raises [`ConfigError`] if `module`, which `setting` needs, is not installed; `package` is its name for pip."""
+    if importlib.util.find_spec(module) is None:
+        package = package or module
         raise ConfigError(f"{setting} needs {package}, which is not installed: pip install {package}")
+
+
+def check_loss(config: Any) -> None:
+    """Refuse a `loss_type` that TRL's trainer does not know; TRL itself refuses it in the first step."""
+    stock = getattr(config, "STOCK", type(config)).__name__
+    names = vars(config).get("loss_type") or []
+    known = compat.words_of(stock.replace("Config", "Trainer"))
+    for name in [names] if isinstance(names, str) else names:
+        if known and name not in known:
+            hint = did_you_mean(name, known, 0.75)
+            raise ConfigError(f"loss_type={name!r} is none that {stock} knows{hint}; its documentation lists them")
+
+
+def check_reports(report_to: Sequence[str] | str) -> None:
+    """Refuse a tracker that transformers does not know, or whose package is not installed."""
+    for name in [report_to] if isinstance(report_to, str) else report_to:
+        if name in ("none", "all", *get_available_reporting_integrations()):
+            continue
+        if name not in INTEGRATION_TO_CALLBACK:
+            hint = did_you_mean(name, INTEGRATION_TO_CALLBACK) or f"; known: {', '.join(INTEGRATION_TO_CALLBACK)}"
+            raise ConfigError(f"report_to={name!r} is no tracker that transformers knows{hint}")
+        raise ConfigError(f"report_to: {name} needs its package, which is not installed; install it, or set none")
+
+
+def check_reward_weights(script: ScriptArguments, config: Any) -> None:
+    """Refuse `reward_weights` that are not one for each reward."""
+    weights = vars(config).get("reward_weights")
+    if weights is not None and len(weights) != len(script.rewards):
+        raise ConfigError(
+            f"reward_weights has {counted(len(weights), 'weight')} for {counted(len(script.rewards), 'reward')} "
+            f"({', '.join(script.rewards)}); give each its own"
+        )
 
 
 def check_adapter(name: str) -> PeftConfig:
     """The config of the PEFT adapter `name`, in a folder or on the Hub; raises [`ConfigError`] if it is no adapter."""
+    if Path(name).is_dir() and not Path(name, "adapter_config.json").is_file():  # PEFT would ask the Hub for minutes
+        raise ConfigError(f"adapter={name!r} cannot be loaded: the folder has no adapter_config.json")
     return _loaded(PeftConfig, name, None, "adapter")
 
 
@@ -183,7 +227,10 @@ def load_tokenizer(
             chat template and there is none.
     """
     if name and Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
-        raise ConfigError(f"{field}={name!r} is an adapter, not a model; name the base that it was trained on")
+        raise ConfigError(
+            f"{field}={name!r} is an adapter, not a model. Merge it first, and name the merged model: trl-fsdp-qlora "
+            f"merge --adapter {name} --output {name.rstrip('/')}-merged"
+        )
     _loaded(AutoConfig, name, revision, field)
     check_weights(name)
     if has_own(adapter, TOKENIZER):
@@ -269,6 +316,7 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> An
     """
     code = user_code(script)
     check_training(config, model)
+    check_reward_weights(script, config)
     check_launch_environment(config, model)
     if config.resume_from_checkpoint:
         resolve_resume(config.output_dir, config.resume_from_checkpoint, read_contents=False)

@@ -13,6 +13,7 @@ from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingA
 from trl import ModelConfig, get_quantization_config
 
 from ...errors import UserError
+from ...trainers.reporting.terminal import use_terminal
 from ...trainers.saving.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.saving.stopping import stopping_after_step
 from ...utils.nonfatal import nonfatal
@@ -20,7 +21,6 @@ from ...utils.ranks import on_main
 from ...utils.threads import fit_threads
 from ..run.launch import launch_words
 from ..run.one_line import pop_options
-from ..run.terminal import use_terminal
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config, user_code
 from .measuring import AccuracyCallback, can_measure, completion_length

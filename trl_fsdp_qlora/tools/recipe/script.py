@@ -11,8 +11,8 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
+from ...trainers.reporting.terminal import no_bars_in_files
 from ...utils.redaction import portable
-from ..run import terminal
 from ..run.one_line import in_one_line
 
 
@@ -56,7 +56,7 @@ WARNINGS = RunWarnings()  # of the script that this process runs
 
 def run_main(main: Callable[..., None], *arguments: Any, **options: Any) -> None:
     """Call `main` with these arguments; [`~trl_fsdp_qlora.tools.run.one_line.in_one_line`] decides how it ends."""
-    terminal.no_bars_in_files()
+    no_bars_in_files()
     # The libraries warn about each other, and a recipe's user can change nothing about it.
     warnings.simplefilter("ignore", FutureWarning)
     with in_one_line(), WARNINGS:

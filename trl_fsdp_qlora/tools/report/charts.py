@@ -125,8 +125,10 @@ def _accuracy(run: Run) -> Chart:
     chart = Chart("Held-out accuracy", "greedy; the band is Wilson's 95% interval", percent=True, smooth=False)
     measured = {}
     for entry in run.history:
-        if "accuracy/n" in entry:
-            measured[entry["step"]] = (round(entry["accuracy"] * entry["accuracy/n"]), int(entry["accuracy/n"]))
+        accuracy = entry.get("accuracy", -1)
+        n = int(entry.get("accuracy/n", 0))
+        if 0 <= accuracy <= 1 and n >= 1:
+            measured[entry["step"]] = (round(accuracy * n), n)
     for when, step in (("before", 0), ("after", run.last_step)):
         if when in run.accuracy:
             measured[step] = (run.accuracy[when]["correct"], run.accuracy[when]["n"])

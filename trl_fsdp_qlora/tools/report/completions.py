@@ -19,10 +19,11 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from ...utils.redaction import without_secrets
+from ...utils.redaction import is_secret_name, without_secrets
 from .folder import Run, spread
 
 FOLDERS = ("_completions", "completions")  # the first that has a file counts
+LARGEST = 32 * 2**20  # characters of a file's columns that are read
 LONGEST_TEXT = 20_000  # characters; the middle of a longer text is left out
 _OF_A_ROW = 40  # bytes of numbers and punctuation of a completion in the page
 _OWN_COLUMNS = (
@@ -36,7 +37,7 @@ Text = str | list[dict[str, Any]]  # or the messages of a conversation
 class Group:
     """The completions of one prompt in one step."""
 
-    step: int
+    step: float
     prompt: Text
     rows: list[dict[str, Any]]
     images: list[str] = field(default_factory=list)  # data URLs of thumbnails
@@ -71,15 +72,17 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
     names: dict[str, None] = {}  # of the reward functions, in their order
     for path in paths:
         try:
-            rows = _rows(path)
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            rows, recorded = _rows(path)
+        except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
             reason = " ".join(str(error).split())[:200].replace(str(path), path.name)
             result.notes.append(f"{path.name} cannot be read ({reason}): its completions are missing.")
             continue
         rewards = _reward_columns(rows, run)
         names.update(dict.fromkeys(rewards))
-        result.recorded += len(rows)
+        result.recorded += recorded
         groups = list(_groups(rows, path, rewards, run.reward_weights))
+        for group in groups:
+            group.rows = group.rows[: max(1, len(group.rows) * budget // max(budget, _bytes(group)))]
         needed = sum(map(_bytes, groups))
         result.groups += spread(groups, max(1, len(groups) * budget // max(1, len(paths) * needed)))
     result.groups.sort(key=lambda group: group.step)
@@ -91,16 +94,34 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
     return result
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a parquet file; a `ValueError` if it has no column `completion`."""
-    rows = pyarrow.parquet.read_table(path).to_pylist()
+def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The first rows of a parquet file, and how many it has.
+
+    A file of a few kilobytes may hold gigabytes of text, so it is read in parts, up to [`LARGEST`].
+
+    Raises:
+        ValueError: it is no ordinary file, or has no column `completion`.
+    """
+    if not path.is_file():
+        raise ValueError("it is no ordinary file")
+    rows: list[dict[str, Any]] = []
+    room = LARGEST
+    with pyarrow.parquet.ParquetFile(path) as file:
+        recorded = file.metadata.num_rows
+        names = file.schema_arrow.names
+        if not {"completion", "completion_json"} & set(names):
+            raise ValueError(f"it has no column 'completion', but {', '.join(names)}")
+        for batch in file.iter_batches(batch_size=256):
+            part = batch.to_pylist()
+            room -= sum(len(value) for row in part for value in row.values() if isinstance(value, (str, bytes, list)))
+            rows += part
+            if room < 0:
+                break
     for row in rows:
         for name in ("prompt", "completion"):
-            if f"{name}_json" in row:
+            if row.get(f"{name}_json") is not None:
                 row[name] = json.loads(row[f"{name}_json"])
-        if "completion" not in row:
-            raise ValueError(f"it has no column 'completion', but {', '.join(row)}")
-    return rows
+    return rows, recorded
 
 
 def _reward_columns(rows: list[dict], run: Run) -> list[str]:
@@ -113,10 +134,11 @@ def _reward_columns(rows: list[dict], run: Run) -> list[str]:
 
 def _groups(rows: list[dict], path: Path, rewards: list[str], weights: dict[str, float]) -> Iterator[Group]:
     """Neighbouring rows of one step with one prompt."""
-    step_of_file = int(re.findall(r"\d+", path.stem)[-1])
+    step_of_file = int((re.findall(r"\d+", path.stem) or ["0"])[-1][:9])
 
-    def step_and_prompt(row: dict) -> tuple[int, str]:
-        return row.get("step", step_of_file), repr(row.get("prompt"))
+    def step_and_prompt(row: dict) -> tuple[float, str]:
+        step = _number(row.get("step"))
+        return step_of_file if step is None else step, repr(row.get("prompt"))
 
     for (step, _), neighbours in itertools.groupby(rows, step_and_prompt):
         of_group = list(neighbours)
@@ -130,7 +152,8 @@ def _row(row: dict[str, Any], rewards: list[str], weights: dict[str, float]) -> 
     total = sum(weights.get(name, 1.0) * value for name, value in scored) if scored else None
     columns = {}
     for name, value in row.items():
-        if name not in _OWN_COLUMNS and name not in rewards and value is not None:
+        is_shown = name not in _OWN_COLUMNS and name not in rewards and not is_secret_name(name)
+        if is_shown and value is not None:
             columns[name] = _clipped(value if isinstance(value, str) else json.dumps(value, default=str))
     return {
         "text": _text(row["completion"]),
@@ -171,18 +194,29 @@ def _text(value: Any) -> Text:
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(f"[{part['type']}]" if part.get("text") is None else part["text"] for part in content)
-    shown = {"role": message["role"], "text": _clipped(content or "")}
-    if message.get("tool_calls"):
-        shown["calls"] = [_call(each) for each in message["tool_calls"]]
+        content = "".join(map(_part, content))
+    shown: dict[str, Any] = {"role": str(message.get("role", "")), "text": _clipped(str(content or ""))}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        shown["calls"] = [_call(call) for call in calls]
     if message.get("name"):
-        shown["name"] = message["name"]
+        shown["name"] = str(message["name"])
     return shown
 
 
-def _call(call: dict[str, Any]) -> str:
+def _part(part: Any) -> str:
+    """A part of a message's content: its text, or what else it is in brackets."""
+    if not isinstance(part, dict):
+        return str(part)
+    text = part.get("text")
+    return f"[{part.get('type')}]" if text is None else str(text)
+
+
+def _call(call: Any) -> str:
     """`name(argument=value, ...)`; parquet gives every call the arguments of all calls, absent ones as null."""
-    function = call.get("function") or call
+    function = call.get("function") or call if isinstance(call, dict) else call
+    if not isinstance(function, dict):
+        return _clipped(str(function))
     arguments = function.get("arguments") or {}
     if isinstance(arguments, dict):
         present = {name: value for name, value in arguments.items() if value is not None}
@@ -193,7 +227,8 @@ def _call(call: dict[str, Any]) -> str:
 def _thumbnails(row: dict[str, Any]) -> list[str]:
     """Data URLs of the small images that a recipe has kept; those of other folders are left out."""
     images = row.get("images") if "prompt_json" in row else None
-    return [f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" for content in images or []]
+    contents = [content for content in images or [] if isinstance(content, bytes)]
+    return [f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" for content in contents]
 
 
 def _bytes(group: Group) -> int:

@@ -1,20 +1,24 @@
 """What the folder of a run holds, apart from its completions: curves, facts, accuracy, warnings.
 
-Only JSON is read, so a folder from elsewhere runs no code. A file that is missing or cannot be read becomes a note.
+Only JSON is read, so a folder from elsewhere runs no code. Types and sizes are checked, because anyone may have
+written the folder. A file that is missing or cannot be read becomes a note, and so does a value of another type.
 """
 
 import json
 import math
+import shlex
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...utils.plain import counted
-from ...utils.redaction import portable
+from ...utils.redaction import command_line, portable
 from ...utils.stats import wilson_interval
 
 Item = TypeVar("Item")
+LARGEST_FILE = 256 * 2**20  # bytes of a JSON file that is read; a million logged metrics take about 30 MB
+LONGEST_FACT = 5_000  # characters
 
 
 @dataclass
@@ -57,25 +61,84 @@ class Run:
         return int(self.history[-1]["step"]) if self.history else 0
 
 
+class Content:
+    """The values of a JSON file by their types; a value of another type becomes a note, and its default is taken."""
+
+    def __init__(self, path: Path, notes: list[str]):
+        self.name = path.name
+        self.notes = notes
+        self.values = _json_file(path, notes)
+
+    def take(self, name: str, default: Any, *types: type) -> Any:
+        """The value of `name` if it is of `types` (by default that of `default`), or else `default`."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, types or type(default)) and not isinstance(value, bool):
+            return value
+        self.notes.append(f"{self.name}: {name} is of type {type(value).__name__}, and is left out.")
+        return default
+
+    def entries(self, name: str) -> list[dict[str, Any]]:
+        """The list `name` of logged metrics: those entries that have a step."""
+        logged = self.take(name, [])
+        entries = [entry for entry in logged if isinstance(entry, dict) and finite(entry.get("step")) is not None]
+        if len(entries) < len(logged):
+            lost = counted(len(logged) - len(entries), "logged line")
+            self.notes.append(f"{self.name}: {lost} of {name} without a step, left out.")
+        return entries
+
+    def texts(self, name: str) -> list[str]:
+        """The texts of the list `name`."""
+        return [text for text in self.take(name, []) if isinstance(text, str)]
+
+    def accuracy(self, when: str) -> dict[str, Any] | None:
+        """The accuracy before or after training, if it has its two counts."""
+        measured = self.take(when, {})
+        correct = finite(measured.get("correct"))
+        n = finite(measured.get("n"))
+        if correct is not None and n is not None and 0 <= correct <= n and n >= 1:
+            return measured
+        if measured:
+            self.notes.append(f"{self.name}: {when} has no `correct` of `n` problems, and is left out.")
+        return None
+
+
 def read_run(folder: Path) -> Run:
     """What `folder` holds, a folder of a recipe or of stock TRL."""
     run = Run(folder.resolve().name)
-    record = _json_file(folder / "metrics.json", run.notes)
+    record = Content(folder / "metrics.json", run.notes)
     state = _newest_state(folder, run.notes)
-    logged = max(record.get("history", []), state.get("log_history", []), key=_last_step)
+    logged = max(record.entries("history"), state.entries("log_history"), key=_last_step)
     if not logged:
         run.notes.append("There are no curves: neither a trainer_state.json nor a metrics.json has logged metrics.")
-    run.warnings = [portable(text) for text in record.get("warnings", [])]
+    run.warnings = [portable(text) for text in record.texts("warnings")]
     run.history = _finite(logged, run.warnings)
-    run.accuracy = {when: record[when] for when in ("before", "after") if when in record}
-    run.startup = portable(record.get("startup") or "")
-    run.reward_weights = record.get("reward_weights", {})
-    facts = _facts(record, _json_file(folder / "adapter_config.json", run.notes))
+    accuracy = {when: record.accuracy(when) for when in ("before", "after")}
+    run.accuracy = {when: measured for when, measured in accuracy.items() if measured is not None}
+    run.startup = portable(record.take("startup", ""))
+    weights = record.take("reward_weights", {})
+    run.reward_weights = {name: weight for name, weight in weights.items() if finite(weight) is not None}
+    facts = _facts(record, Content(folder / "adapter_config.json", run.notes))
     if logged:
-        of_all = f" of {state['max_steps']:,}" if state.get("max_steps", 0) > 0 else ""
+        most = finite(state.take("max_steps", 0, int, float)) or 0
+        of_all = f" of {most:,}" if most > 0 else ""
         facts["steps"] = f"{run.last_step:,}{of_all}"
-    run.facts = {label: portable(str(value)) for label, value in facts.items() if value not in (None, "")}
+    run.facts = {
+        label: portable(str(value)[:LONGEST_FACT]) for label, value in facts.items() if value not in (None, "")
+    }
+    run.notes = list(dict.fromkeys(run.notes))
     return run
+
+
+def finite(value: Any) -> float | None:
+    """`value` if it is a finite number that a float holds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
 
 
 def spread(items: list[Item], count: int) -> list[Item]:
@@ -94,19 +157,27 @@ def _json_file(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
+        if not path.is_file():  # reading a pipe or a device might never end
+            raise ValueError("it is no ordinary file")
+        if path.stat().st_size > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE // 2**20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, and a dictionary was expected")
+    except RecursionError:
+        notes.append(f"{path.name} cannot be read: it is nested too deeply")
+        return {}
     except (OSError, ValueError) as error:  # JSON and UTF-8 that do not decode are value errors
-        notes.append(f"{path.name} cannot be read: {portable(str(error))}")
+        notes.append(f"{path.name} cannot be read: {portable(str(error)[:200])}")
         return {}
     return content
 
 
-def _newest_state(folder: Path, notes: list[str]) -> dict[str, Any]:
+def _newest_state(folder: Path, notes: list[str]) -> Content:
     """The trainer's state with the most steps, of the folder itself or of a checkpoint."""
     paths = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
-    return max((_json_file(path, notes) for path in paths), key=lambda state: _last_step(state.get("log_history", [])))
+    states = [Content(path, notes) for path in paths]
+    return max(states, key=lambda state: _last_step(state.entries("log_history")))
 
 
 def _finite(logged: list[dict], warnings: list[str]) -> list[dict[str, float]]:
@@ -114,25 +185,44 @@ def _finite(logged: list[dict], warnings: list[str]) -> list[dict[str, float]]:
     history = []
     lost: Counter[str] = Counter()
     for entry in sorted(logged, key=lambda entry: entry["step"]):
-        numbers = {name: value for name, value in entry.items() if isinstance(value, (int, float))}
-        lost.update(name for name, value in numbers.items() if not math.isfinite(value))
-        history.append({name: value for name, value in numbers.items() if math.isfinite(value)})
+        numbers = {}
+        for name, value in entry.items():
+            if not isinstance(value, (int, float)):
+                continue
+            if finite(value) is None and not isinstance(value, bool):
+                lost[name] += 1
+            else:
+                numbers[name] = value
+        history.append(numbers)
     warnings += [f"{name} was not finite in {counted(times, 'logged step')}" for name, times in lost.items()]
     return history
 
 
-def _facts(record: dict[str, Any], adapter: dict[str, Any]) -> dict[str, Any]:
+def _without_secret_flags(command: str) -> str:
+    """A command line without flags that hold a secret; as it is if it is no line of a shell."""
+    try:
+        return command_line(shlex.split(command))
+    except ValueError:
+        return command
+
+
+def _facts(record: Content, adapter: Content) -> dict[str, Any]:
     """Facts from the `metrics.json` of a recipe, and from PEFT's config."""
     facts = {
-        "method": record.get("method"),
-        "model": record.get("model") or adapter.get("base_model_name_or_path"),
-        "data": record.get("dataset"),
-        "rewards": ", ".join(record.get("rewards", [])),
-        **{label: record.get(label) for label in ("command", "hardware", "software", "seed", "processes")},
+        "method": record.take("method", None, str),
+        "model": record.take("model", None, str) or adapter.take("base_model_name_or_path", None, str),
+        "data": record.take("dataset", None, str),
+        "rewards": ", ".join(record.texts("rewards")),
     }
-    if "train_seconds" in record:
-        facts["training"] = f"{record['train_seconds']:,.0f} s"
-    if adapter:
-        rank = f", r={adapter['r']}, alpha={adapter.get('lora_alpha')}" if "r" in adapter else ""
-        facts["adapter"] = f"{adapter.get('peft_type', 'adapter')}{rank}"
+    for label in ("command", "hardware", "software", "seed", "processes"):
+        facts[label] = record.take(label, None, str, int)
+    if isinstance(facts["command"], str):
+        facts["command"] = _without_secret_flags(facts["command"])
+    seconds = finite(record.take("train_seconds", None, int, float))
+    if seconds is not None:
+        facts["training"] = f"{seconds:,.0f} s"
+    if adapter.values:
+        rank = adapter.take("r", None, int)
+        size = "" if rank is None else f", r={rank}, alpha={adapter.take('lora_alpha', None, int, float)}"
+        facts["adapter"] = f"{adapter.take('peft_type', 'adapter')}{size}"
     return facts

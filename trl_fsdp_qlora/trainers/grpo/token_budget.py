@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.logging import get_logger
 
-from ...compat.trl_rollouts import COMPARED, IMPORTANCE_RATIO, LEARNING_MEANS, PHI_MEAN, SCORED_MEANS
+from ...compat.trl_rollouts import COMPARED, IMPORTANCE_RATIO, LEARNING_MEANS, PHI_MEAN, ROWS, SCORED_MEANS
 from ...scoring.token_selection import check_selection, select_tokens, step_generator
 from ..step.rows import OF_IMAGES
 
@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 KNOWN_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 KNOWN_INPUTS = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "num_items_in_batch",
-    IMPORTANCE_RATIO, *COMPARED, *OF_IMAGES,
+    IMPORTANCE_RATIO, *COMPARED, *OF_IMAGES, ROWS,
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """`EfficientGRPOTrainer`: the interface of `trl.GRPOTrainer`; it computes the same numbers in another way."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 
@@ -11,6 +11,7 @@ from ...compat.trl import GRPOTrainer
 from ...compat.trl_rollouts import (
     IMPORTANCE_RATIO,
     OLD_LOGPS,
+    ROWS,
     SAMPLED_LOGPS,
     Generated,
     token_types_of_images,
@@ -20,6 +21,7 @@ from ...compat.trl_rollouts import (
 from ...errors import UserError
 from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, to_rows
+from ..rollouts.episodes import agreed_rows, with_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
 from ..starting.arguments import bound_to, completed
@@ -46,6 +48,12 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
     An algorithm that builds on this trainer overrides methods of TRL's again, as `TSPMOTrainer` does.
 
+    Args:
+        compute_metrics: a metric next to the reward, computed once per evaluation by a function that gets what a
+            reward function gets (`prompts`, `completions` and the dataset's columns, of all ranks) and `rewards`, a
+            list for each reward function by its name. It returns numbers by name; `metric_for_best_model` may be one.
+        *positional, **named: of TRL's trainer.
+
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset; before the first step.
     """
@@ -53,10 +61,12 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
     _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
 
     method_on_card = "GRPO"
+    # Whether the loss can be that of episodes of several rows.
+    takes_rows = True
 
     @wraps(GRPOTrainer.__init__)
     def __init__(self, *positional, **named):
-        call = completed(bound_to(GRPOTrainer, positional, named), EfficientGRPOConfig, "GRPO")
+        call = completed(bound_to(GRPOTrainer, positional, named, ("compute_metrics",)), EfficientGRPOConfig, "GRPO")
         check_call(call)
         super().__init__(**call)
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
@@ -92,8 +102,15 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
             overrides["_generate"] = lambda *_args, **_kwargs: rows.generated()
-        with replaced(self, **overrides):
-            batch = stock(inputs)
+        elif self.may_have_rows:
+            overrides["_generate"] = self._with_rows_noted(self._generate)
+        try:
+            with replaced(self, **overrides):
+                batch = stock(inputs)
+            if self.scoring.rows_of_batch is not None:
+                batch[ROWS] = self.scoring.rows_of_batch
+        finally:
+            self.scoring.rows_of_batch = None
         if not self._needs_old_policy:
             batch.pop(OLD_LOGPS, None)
         if self.use_vllm and OLD_LOGPS in batch and SAMPLED_LOGPS in batch:
@@ -115,8 +132,30 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         self._pending_extra_logs.clear()
         return ScoredRows(rows, drawn, rewards_NK)
 
+    @property
+    def may_have_rows(self) -> bool:
+        """Whether an episode may have several rows, see `step/rows.py`; the same on every rank."""
+        return self.rollout_func is not None
+
+    def _with_rows_noted(self, draw):
+        """`draw`, a `_generate`, whose episodes' rows are noted for the passes that follow. Collective."""
+
+        def generate(prompts):
+            drawn = draw(prompts)
+            rows = agreed_rows(Generated(*drawn[: len(Generated._fields)]), self.accelerator.device)
+            if rows is not None and not self.takes_rows:
+                raise UserError(f"{self.method_on_card.split()[0]} knows no episodes of several rows: use GRPO")
+            self.scoring.rows_of_batch = rows
+            return drawn
+
+        return generate
+
     def _generate(self, *args, **kwargs):
-        with self.rollout.episodes(self.max_tool_calling_iterations) if self.tools else nullcontext():
+        with ExitStack() as stack:
+            if self.tools:
+                stack.enter_context(self.rollout.episodes(self.max_tool_calling_iterations))
+            if self.rollout_func is not None:
+                stack.enter_context(replaced(self, rollout_func=with_rows(self.rollout_func)))
             return super()._generate(*args, **kwargs)
 
     def _generate_single_turn(self, *args, **kwargs):

@@ -15,6 +15,12 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
 
     The trainer computes the same numbers in another way, as `EfficientGRPOTrainer` does.
 
+    Args:
+        compute_metrics: a metric next to the reward, computed once per evaluation by a function that gets what a
+            reward function gets (`prompts`, `completions` and the dataset's columns, of all ranks) and `rewards`, a
+            list for each reward function by its name. It returns numbers by name; `metric_for_best_model` may be one.
+        *positional, **named: of TRL's trainer.
+
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset; before the first step.
     """
@@ -24,7 +30,7 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
 
     @wraps(RLOOTrainer.__init__)
     def __init__(self, *positional, **named):
-        call = completed(bound_to(RLOOTrainer, positional, named), EfficientRLOOConfig, "RLOO")
+        call = completed(bound_to(RLOOTrainer, positional, named, ("compute_metrics",)), EfficientRLOOConfig, "RLOO")
         check_prompts(call)
         super().__init__(**call)
 

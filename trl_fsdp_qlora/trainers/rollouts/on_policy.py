@@ -1,11 +1,13 @@
 """`OnPolicyRun`: what GRPO and RLOO have in common: drawing completions, and the micro-batches of a step."""
 
+from collections.abc import Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 
+from ...compat.signatures import constructor_parameters
 from ...compat.trl import joined_images
 from ...compat.trl_rollouts import foreign_turn, rewarding_with, shuffling_by
 from ..experimental_fields import experiment
@@ -16,6 +18,7 @@ from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
 from ..step.scoring import Scoring
 from ..trainer_run import TrainerRun
+from .evaluation_metrics import CompletionMetrics, EvaluationMetrics
 from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
 from .rewards import RewardValues, checked
 
@@ -35,6 +38,7 @@ class OnPolicyRun(TrainerRun):
         scoring: computes shared tokens once and skips padding; `look_ahead` does so over an optimizer step.
         rollout: draws the completions.
         reward_values: which reward functions have given any completion a finite value.
+        evaluation_metrics: calls the user's `compute_metrics`.
         keeps_drawn_rows: whether the completions of all ranks in the last generation batch are kept in `drawn_rows`,
             for a page of the run; the same on every rank.
         ahead: draws one generation batch ahead; `None` without `rollouts_ahead`.
@@ -42,14 +46,20 @@ class OnPolicyRun(TrainerRun):
 
     # Whether the loss reads the log-probabilities of the old policy.
     _needs_old_policy = True
+    # Whether an episode may have several rows, see `step/rows.py`; the same on every rank.
+    may_have_rows = False
     rollout: "Rollout | None" = None  # TRL's own tests build a trainer without `__init__`
 
-    def __init__(self, **call):
+    def __init__(self, compute_metrics: CompletionMetrics | None = None, **call):
         # The engines that draw are imported when a trainer is made, each by the runs that use it.
         from ...engines.decode.rollout import Rollout
 
         args = call["args"]
         check_rewards(call)
+        stock = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
+        if "compute_metrics" in constructor_parameters(stock):  # of a later TRL, whose argument it then is
+            call["compute_metrics"] = compute_metrics
+            compute_metrics = None
         one_generation_ahead = experiment("rollouts_ahead") if vars(args).get("rollouts_ahead") else None  # of GRPO
         if one_generation_ahead is not None:
             one_generation_ahead.check_config(args)  # once more, since fields can be set later
@@ -83,6 +93,7 @@ class OnPolicyRun(TrainerRun):
             needs_old_policy=self._needs_old_policy,
         )
         self.reward_values = RewardValues(self.reward_func_names)
+        self.evaluation_metrics = EvaluationMetrics(compute_metrics, self.reward_func_names)
         self.keeps_drawn_rows = False
         self.drawn_rows: dict[str, Any] | None = None
 
@@ -189,12 +200,23 @@ class OnPolicyRun(TrainerRun):
         """
         return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
 
-    def _calculate_rewards(self, *args, **kwargs):
+    def evaluation_loop(self, dataloader, *args, **kwargs):
+        self.evaluation_metrics.begin()
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        rows = len(dataloader.dataset) if isinstance(dataloader.dataset, Sized) else None
+        metrics = self.evaluation_metrics.take(None if rows is None else rows * self.num_generations_eval)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update({f"{prefix}_{name.removeprefix(f'{prefix}_')}": metrics[name] for name in metrics})
+        return output
+
+    def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
         functions = [checked(*named) for named in zip(self.reward_funcs, self.reward_func_names, strict=True)]
         with self.clock.phase("reward"), rewarding_with(self, functions):
-            rewards_NK = super()._calculate_rewards(*args, **kwargs)
+            rewards_NK = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
         if self.model.training:
             self.reward_values.see(rewards_NK)
+        else:
+            self.evaluation_metrics.add(inputs, prompts, completions, rewards_NK)
         return rewards_NK
 
     # --- the passes behind TRL's own signature -----------------------------------------------------------------------
@@ -208,14 +230,15 @@ class OnPolicyRun(TrainerRun):
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = super()._get_per_token_logps_and_entropies
-        if self.runs_as_stock:
+        if self.runs_as_stock and not self.may_have_rows:
             return stock(model, *args, **kwargs)
+        score = partial(self.scoring.score, stock, self.model.training)
         if self._awaits_comparison:  # what the run begins with has to be right if it continues as stock
             from ..starting.first_step import forwards_as_stock
 
             with forwards_as_stock(self):
-                return stock(model, *args, **kwargs)
-        return self.scoring.score(stock, self.model.training, model, *args, **kwargs)
+                return (score if self.may_have_rows else stock)(model, *args, **kwargs)
+        return score(model, *args, **kwargs)
 
     # --- saving and loading ------------------------------------------------------------------------------------------
 

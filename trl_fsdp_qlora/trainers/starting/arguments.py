@@ -21,8 +21,10 @@ from . import input_checks as checks
 logger = get_logger(__name__)
 
 
-def bound_to(stock: type, positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
+def bound_to(stock: type, positional: tuple, named: dict[str, Any], ours: tuple[str, ...] = ()) -> dict[str, Any]:
     """The arguments of a constructor call by the names that they have in TRL's trainer `stock`.
+
+    `ours` are names of arguments that this package's trainer takes in addition.
 
     Raises:
         TypeError: there is no such argument, or one was given twice.
@@ -30,7 +32,7 @@ def bound_to(stock: type, positional: tuple, named: dict[str, Any]) -> dict[str,
     """
     names = constructor_parameters(stock)
     by_place = dict(zip(names, positional, strict=False))
-    unknown = next((name for name in named if name not in names), None)
+    unknown = next((name for name in named if name not in (*names, *ours)), None)
     if unknown is not None:
         hint = ": the reference is made of `model` itself, and beta weighs it" if unknown == "ref_model" else ""
         raise TypeError(f"{stock.__name__} has no argument {unknown!r}{hint}")

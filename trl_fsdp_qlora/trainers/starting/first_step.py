@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compat import fsdp, trl_seams
 from ...compat.trl import INSTALL
+from ...compat.trl_rollouts import ROWS
 from ...prefix_sharing.check import LIMITS_FP32, LIMITS_HALF, rounding_unit
 from ...prefix_sharing.dropout import without_dropout
 from ...prefix_sharing.problems import Status, is_out_of_memory, reason_of
@@ -64,6 +65,9 @@ def compare_first_step(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -
         trainer: one of this package.
         model, inputs: the arguments of its `compute_loss`.
     """
+    if ROWS in inputs:
+        logger.warning("The first step is not compared with TRL's own, which knows no episodes of several rows.")
+        return
     try:
         reason = _difference(trainer, stock_of(trainer), model, _telling(inputs))
     except Exception as error:

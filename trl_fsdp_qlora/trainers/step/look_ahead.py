@@ -15,9 +15,10 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ...compat.trl import is_tested, joined_images
+from ...prefix_sharing.batch import Batch
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.sharing import PromptSharing
-from .rows import batch_of_loss
+from .rows import EpisodeRows, batch_of_loss, episode_rows, equally_many
 from .step_scores import StepScores
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class LookAhead:
     def forget(self) -> None:
         """Drop the plan of a step that ended or broke off; gradients that wait are dropped as well."""
         self.scores: StepScores | None = None
+        self._batches: list[Batch] = []  # the micro-batches as TRL's method passes them to the model
+        self._rows: list[EpisodeRows | None] = []  # of each, see `rows.py`
         self._done = 0  # micro-batches since the optimizer step before
         # The micro-batches covered by the last look ahead, whether or not they are scored together.
         self._planned = range(0)
@@ -138,7 +141,7 @@ class LookAhead:
             self._drop_plan()
             return None
         try:
-            return self.scores.score(number, model)
+            output = self.scores.score(number, model)
         except CannotPack as error:
             from ...compat.fsdp import forget_forward
 
@@ -146,6 +149,8 @@ class LookAhead:
             sharing.cannot_keep(str(error))
             self._drop_plan()
             return None
+        rows = self._rows[number]
+        return output if rows is None else rows.scores(output, self._batches[number].labels)
 
     def _drop_plan(self) -> None:
         self.scores.finish()  # what earlier passes owe to shared beginnings
@@ -158,7 +163,7 @@ class LookAhead:
                 "something between _prepare_inputs and _compute_loss changes the inputs of a micro-batch, or leaves "
                 "one out"
             )
-        planned = {**self.scores.batches[number].arguments(), "fused_lm_head": True}
+        planned = {**self._batches[number].arguments(), "fused_lm_head": True}
         for name in arguments.keys() | (_ALWAYS & planned.keys()):
             if not self._is_alike(arguments.get(name), planned.get(name)):
                 return f"TRL's method calls the model with another {name} than its inputs have"
@@ -192,7 +197,14 @@ class LookAhead:
             batch_of_loss(inputs, self._scored_tokens(inputs, ahead), self.router_loss)
             for ahead, inputs in enumerate(planned)
         ]
-        plan = sharing.plan_step(batches, limit, one_by_one=self.one_by_one)
+        self._batches = batches
+        self._rows = [episode_rows(inputs) for inputs in planned]
+        default_limit = None
+        if self._rows[0] is not None:
+            default_limit = max(rows.padded_tokens for rows in self._rows)
+            batches = [rows.batch(batch) for rows, batch in zip(self._rows, batches, strict=True)]
+            batches = equally_many(batches)
+        plan = sharing.plan_step(batches, limit, one_by_one=self.one_by_one, default_limit=default_limit)
         if plan is None:
             return None
         return StepScores(plan, batches, count == left_in_update, sharing.packed_model.router_losses)

@@ -1,16 +1,157 @@
-"""Rows of a trainer's micro-batch: as arguments of TRL's pass, and as a batch for prefix sharing."""
+"""Rows of a trainer's micro-batch: as arguments of TRL's pass, and as a batch for prefix sharing.
 
+An *episode* is a completion of TRL's batch. Usually it is one row: a prompt and what follows it. An agent whose
+history is rendered again at each turn, or which compacts its context or calls other agents, sampled its tokens behind
+several histories, so its episode has several rows. To TRL its sampled tokens are one completion. [`EpisodeRows`] is
+all that differs: a pass computes the rows, and the scores of their sampled tokens take their places in TRL's batch.
+
+Suffixes of shapes: B episodes, C columns of their completions, R rows, L columns of a row, N sampled tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ...compat import trl as trls
+from ...compat.trl_rollouts import ROWS
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
+from ...prefix_sharing.ranks import reduced_over_ranks
+from ...scoring.transfer import to_device
 
 # Arguments that TRL's pass takes from a batch in addition to ids and masks.
 OF_IMAGES = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
+# Arguments of a call with an entry per token.
+OF_TOKENS = ("input_ids", "attention_mask", "labels")
+
+# `input_ids` and `sampled_mask`, both `(L,)`: what a model saw and wrote, and which of these tokens it wrote.
+Row = dict[str, torch.Tensor]
+
+
+class EpisodeRows:
+    """The rows of B episodes, padded on the right, and the place of each sampled token in TRL's batch.
+
+    Args:
+        episodes: the rows of each episode, on the host.
+        width: C, the columns of the completions in TRL's batch.
+    """
+
+    def __init__(self, episodes: Sequence[list[Row]], width: int):
+        rows = [row for episode in episodes for row in episode]
+        ids, sampled = (torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], True) for name in rows[0])
+        lengths_R = torch.tensor([len(row["input_ids"]) for row in rows])
+        self.episodes = len(episodes)
+        self.input_ids_RL = ids
+        self.attention_mask_RL = (torch.arange(ids.shape[1]) < lengths_R[:, None]).long()
+        row_N, column_N = sampled.nonzero(as_tuple=True)
+        episode_R = torch.repeat_interleave(torch.tensor([len(episode) for episode in episodes]))
+        episode_N = episode_R[row_N]
+        first_N = torch.searchsorted(episode_N, episode_N)  # the first sampled token of the same episode
+        self._place_N = row_N, column_N
+        self._place_in_batch_N = episode_N, torch.arange(len(row_N)) - first_N - width  # counted from the last column
+
+    @property
+    def width(self) -> int:
+        """The tokens of the longest row."""
+        return self.input_ids_RL.shape[1]
+
+    @property
+    def padded_tokens(self) -> int:
+        """The tokens of a batch with one row for each episode, as long as the longest."""
+        return self.episodes * self.width
+
+    def slices(self, limit: int, device: torch.device) -> list[slice]:
+        """Slices of rows, of no more padded tokens than `limit`, or of one row; equally many on every rank.
+
+        A rank that needs fewer slices than another computes its last row again. Collective.
+        """
+        count = len(self.input_ids_RL)
+        rows = max(1, limit // self.width)
+        slices = [slice(first, first + rows) for first in range(0, count, rows)]
+        most = int(reduced_over_ranks([len(slices)], device)[0])
+        return slices + [slice(count - 1, count)] * (most - len(slices))
+
+    def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a fused call for these rows, from those of TRL's batch."""
+        labels_BT = arguments["labels"]
+        device = labels_BT.device
+        ids_RL, mask_RL = (to_device(x, device) for x in (self.input_ids_RL, self.attention_mask_RL))
+        labels_RL = torch.full_like(ids_RL, IGNORED_LABEL)
+        labels_RL[self._to(self._place_N, device)] = labels_BT[self._to(self._place_in_batch_N, device)]
+        # TRL masks a completion as a whole, and its tokens have no labels then.
+        return {**arguments, **dict(zip(OF_TOKENS, (ids_RL, mask_RL, labels_RL), strict=True))}
+
+    def batch(self, batch: Batch) -> Batch:
+        """The rows of a batch of TRL's."""
+        return replace(batch, **self.arguments(batch.of_tokens()))
+
+    def scores(self, output: "trls.FusedCausalLMOutput", labels_BT: torch.Tensor) -> "trls.FusedCausalLMOutput":
+        """The output for TRL's batch, from the output for the rows; differentiable.
+
+        Args:
+            output: of R rows, and of any number of rows behind them.
+            labels_BT: of TRL's batch.
+        """
+        row_N, column_N = self._to(self._place_N, labels_BT.device)
+        place_in_batch_N = self._to(self._place_in_batch_N, labels_BT.device)
+        values = {}
+        for name in ("log_probs", "entropy"):
+            x_RL = vars(output)[name]
+            if x_RL is not None:
+                x_BT = x_RL.new_zeros(len(labels_BT), labels_BT.shape[1] - 1)
+                # The score of a token is in the column of the token before it, in both batches.
+                values[name] = x_BT.index_put(place_in_batch_N, x_RL[row_N, column_N - 1])
+        return trls.FusedCausalLMOutput(**values, aux_loss=output.aux_loss)
+
+    @staticmethod
+    def _to(place_N: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+        return tuple(to_device(x, device) for x in place_N)
+
+
+def episode_rows(inputs: dict[str, Any]) -> EpisodeRows | None:
+    """The rows of a micro-batch; `None` if each episode has one row."""
+    episodes = inputs.get(ROWS)
+    return None if episodes is None else EpisodeRows(episodes, inputs["completion_ids"].shape[1])
+
+
+def joined(outputs: "list[trls.FusedCausalLMOutput]") -> "trls.FusedCausalLMOutput":
+    """The output of slices of rows as that of all rows; the router loss is the mean over slices, as in TRL."""
+    values = {name: [vars(output)[name] for output in outputs] for name in ("log_probs", "entropy", "aux_loss")}
+    router_losses = values.pop("aux_loss")
+    tensors = {name: torch.cat(parts) for name, parts in values.items() if parts[0] is not None}
+    aux_loss = None if router_losses[0] is None else torch.stack(router_losses).mean()
+    return trls.FusedCausalLMOutput(**tensors, aux_loss=aux_loss)
+
+
+def equally_many(batches: list[Batch]) -> list[Batch]:
+    """Batches of rows with equally many rows on every rank, and equally many columns on this rank.
+
+    The passes of an optimizer step are a number of rows each, and every rank runs equally many. Rows without tokens
+    are added, which cost nothing. Collective.
+    """
+    most = reduced_over_ranks([max(len(batch.input_ids) for batch in batches)], batches[0].input_ids.device)
+    count = _divisible(int(most[0]))
+    width = max(batch.input_ids.shape[1] for batch in batches)
+    equal = []
+    for batch in batches:
+        rows, columns = batch.input_ids.shape
+        added = (0, width - columns, 0, count - rows)
+        filling = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED_LABEL}
+        tensors = {
+            name: torch.nn.functional.pad(x, added, value=filling[name]) for name, x in batch.of_tokens().items()
+        }
+        equal.append(replace(batch, **tensors))
+    return equal
+
+
+def _divisible(rows: int) -> int:
+    """The next number that has several divisors: a batch is cut into parts of equally many rows."""
+    multiple = max(divisor for divisor in (1, 2, 4, 12) if divisor <= rows)
+    return -(-rows // multiple) * multiple
 
 
 def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:

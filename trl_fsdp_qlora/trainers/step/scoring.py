@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...compat.peft import is_reference
+from ...compat.trl_rollouts import ROWS
 from ...prefix_sharing.batch import IGNORED_LABEL
 from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
@@ -24,7 +25,7 @@ from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
 from ..reporting.phases import PhaseTimer
 from .look_ahead import LookAhead
-from .rows import OF_IMAGES
+from .rows import OF_IMAGES, OF_TOKENS, EpisodeRows, Row, joined
 
 if TYPE_CHECKING:
     from ...compat.trl import FusedCausalLMOutput
@@ -65,15 +66,22 @@ class PassModel:
         sharing: the sharing of prompts in that model.
         instructions: for that sharing.
         look_ahead: the scores of the optimizer step; `None` if the pass is no micro-batch's loss.
+        rows: those of the batch's episodes; `None` if each episode has one row.
     """
 
     def __init__(
-        self, request: Request, sharing: PromptSharing, instructions: Instructions, look_ahead: LookAhead | None
+        self,
+        request: Request,
+        sharing: PromptSharing,
+        instructions: Instructions,
+        look_ahead: LookAhead | None,
+        rows: EpisodeRows | None = None,
     ):
         self.request = request
         self.sharing = sharing
         self.instructions = instructions
         self.look_ahead = look_ahead
+        self.rows = rows
         self._figures = sharing.figures  # of the pass before
 
     def __call__(self, **arguments) -> "FusedCausalLMOutput":
@@ -89,7 +97,22 @@ class PassModel:
             return planned
         if self.sharing.wrapped_forward.is_on:
             arguments["sharing"] = self.instructions
-        return request.model(**arguments)
+        if self.rows is None:
+            return request.model(**arguments)
+        return self.rows.scores(self._scores_of_rows(arguments), arguments["labels"])
+
+    def _scores_of_rows(self, arguments: dict[str, Any]) -> "FusedCausalLMOutput":
+        """The output for the rows of the episodes; if they are padded, slice by slice."""
+        rows = self.rows
+        of_rows = rows.arguments(arguments)
+        if self.sharing.is_active:
+            return self.request.model(**of_rows)
+        limit = self.instructions.tokens_per_pass or rows.padded_tokens
+        outputs = []
+        for part in rows.slices(limit, arguments["labels"].device):
+            of_slice = {name: x[part] for name, x in of_rows.items() if name in OF_TOKENS}
+            outputs.append(self.request.model(**{**of_rows, **of_slice}))
+        return joined(outputs)
 
     @property
     def has_computed(self) -> bool:
@@ -139,6 +162,8 @@ class Scoring:
         self.needs_old_policy = needs_old_policy
         self._add_metrics = add_metrics
         self._request: Request | None = None  # of the loss that is being computed
+        # Of the generation batch that is being made, whose old and reference passes follow; see `rows.ROWS`.
+        self.rows_of_batch: list[list[Row]] | None = None
         self.is_answered = False  # whether a pass followed the last request
 
     @contextmanager
@@ -180,7 +205,7 @@ class Scoring:
     def run(self, stock: Callable[..., LogProbs], request: Request, kind: str, arguments: dict[str, Any]) -> LogProbs:
         """Run a pass of this kind. `arguments` are those of `stock` but the model, which the request has."""
         model = self._model_for(request, kind, arguments)
-        if model.instructions.tokens_per_pass is not None:
+        if model.instructions.tokens_per_pass is not None or model.rows is not None:
             arguments = {**arguments, "batch_size": None}  # cut by tokens and not by rows
         return self._finished(stock(model, **arguments), model, kind, arguments)
 
@@ -191,13 +216,19 @@ class Scoring:
         rows, width = arguments["input_ids"].shape
         batch_size = arguments.get("batch_size") or rows
         instructions = Instructions(num_images=arguments.get("num_images"))
-        if batch_size < rows:
+        episodes = None
+        of_episodes = self.rows_of_batch if request.inputs is None else request.inputs.get(ROWS)
+        if of_episodes is not None:
+            episodes = EpisodeRows(of_episodes, arguments["logits_to_keep"])
+            if kind in ("old_policy", "reference"):
+                instructions = Instructions(tokens_per_pass=batch_size * episodes.width)
+        elif batch_size < rows:
             # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
             is_cut = sharing.is_active and not arguments.get("compute_aux_loss")
             tokens_per_pass = batch_size * width
             instructions = replace(instructions, tokens_per_pass=tokens_per_pass) if is_cut else Instructions()
         is_of_step = kind == "policy" and torch.is_grad_enabled() and request.inputs is not None
-        return PassModel(request, sharing, instructions, self.look_ahead if is_of_step else None)
+        return PassModel(request, sharing, instructions, self.look_ahead if is_of_step else None, episodes)
 
     def _finished(self, values: LogProbs, model: PassModel, kind: str, arguments: dict[str, Any]) -> LogProbs:
         """The values `(B, C)` of a pass, on the batch's device, with equal entropies of equal tokens."""
@@ -212,7 +243,8 @@ class Scoring:
                 name = "policy" if kind == "policy" else "no_grad"
                 self._add_metrics(model.sharing.figures.metrics(f"prefix_sharing/{name}"))
             # Equal tokens need equal entropies: the quantile may fall on a tie.
-            if self.selects_by_entropy and entropies_BC is not None:
+            # Tokens of rows that are equal have one context only if the histories before them are equal.
+            if self.selects_by_entropy and entropies_BC is not None and model.rows is None:
                 vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
                 keys_B1 = fingerprints(vision) if "pixel_values" in vision else None
                 entropies_BC = share_values(entropies_BC, input_ids, attention_mask, width, keys_B1)

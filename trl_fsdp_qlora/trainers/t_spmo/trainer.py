@@ -27,6 +27,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     _tag_names = ["trl", "t-spmo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
     own_loss = True
+    takes_rows = False  # its trie is one of completions
     _weighs_in_loss = True  # the objective has no ratio, so a pass for weights would be wasted
 
     method_on_card = "T-SPMO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))"

@@ -1,4 +1,4 @@
-"""What a recipe prints while training: one line per logging step.
+"""What a recipe prints while training, and a script that asks for it: one line per logging step.
 
 All metrics go where TRL sends them: to the trackers (`report_to`) and into `trainer_state.json`.
 """
@@ -30,12 +30,19 @@ def _duration(seconds: float) -> str:
     return tqdm.format_interval(round(seconds)).removeprefix("0")
 
 
-class TerminalCallback(TrainerCallback):
+class EfficientProgress(TrainerCallback):
     """Prints one line per logging step on the main rank: step, loss, reward, accuracy, seconds, time left.
+
+    A trainer of this package prints these lines in place of transformers' bar and dictionaries; another one in
+    addition to them. Recipes use it. All metrics still go to the trackers and into `trainer_state.json`.
 
     The first and the last step are always logged (unless `logging_strategy` is `"no"`). The seconds of a step are a
     mean over the steps since the first one began, with what is measured between them; an accuracy before training is
     not counted. A line that cannot be printed is a warning.
+
+    Example:
+
+        trainer = EfficientGRPOTrainer(model, reward_funcs=reward, callbacks=[EfficientProgress()], ...)
     """
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -56,7 +63,9 @@ class TerminalCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         step = state.global_step
-        evaluated = [f"{name} {_number(logs[name])}" for name in ("eval_loss", "eval_reward") if name in logs]
+        best = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        names = dict.fromkeys(("eval_loss", "eval_reward", best))
+        evaluated = [f"{name} {_number(logs[name])}" for name in names if name in logs]
         if "train_runtime" in logs:
             print(f"trained to step {step} in {_duration(logs['train_runtime'])}", flush=True)
         elif evaluated:
@@ -72,12 +81,19 @@ class TerminalCallback(TrainerCallback):
 
 
 def use_terminal(trainer: Trainer) -> None:
-    """Replace `trainer`'s printing callback by a [`TerminalCallback`]; a notebook's table stays as it is.
+    """Replace `trainer`'s printing callback by an [`EfficientProgress`]; a notebook's table stays as it is.
 
     Call it after all callbacks that may stop training were added.
     """
     if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
-        trainer.add_callback(TerminalCallback())
+        trainer.add_callback(EfficientProgress())
+
+
+def print_once(trainer: Trainer) -> None:
+    """If a user's callbacks have an [`EfficientProgress`], remove those of transformers that print the same."""
+    if any(isinstance(callback, EfficientProgress) for callback in trainer.callback_handler.callbacks):
+        trainer.pop_callback(PrinterCallback)
+        trainer.pop_callback(ProgressCallback)
 
 
 def no_bars_in_files() -> None:

@@ -9,9 +9,9 @@ from transformers import TrainerCallback
 from tests.tiny import config, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.decode.completions import over_ranks
-from trl_fsdp_qlora.tools.run import terminal
-from trl_fsdp_qlora.tools.run.terminal import TerminalCallback, use_terminal
 from trl_fsdp_qlora.tools.small_base import character_tokenizer
+from trl_fsdp_qlora.trainers.reporting import terminal
+from trl_fsdp_qlora.trainers.reporting.terminal import EfficientProgress, use_terminal
 from trl_fsdp_qlora.utils import progress
 
 
@@ -32,7 +32,8 @@ def test_a_recipe_in_a_log_file(tmp_path, capsys):
     grpo.train()
     grpo.save_state()
     captured = capsys.readouterr()
-    evaluated, *lines = captured.out.splitlines()
+    output = captured.out.splitlines()
+    evaluated, *lines = [line for line in output if "real_accelerator" not in line]  # of DeepSpeed's import
     assert evaluated.startswith("step 0: eval_loss ") and "  eval_reward 0." in evaluated
     assert "\r" not in captured.out + captured.err and "it/s" not in captured.err
     block = lines.index("trl-fsdp-qlora")
@@ -59,7 +60,7 @@ def test_the_time_left_is_estimated_from_the_first_step_on(monkeypatch, capsys):
     args = config(EfficientGRPOConfig, "unused")
     state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=10)
     control = SimpleNamespace(should_training_stop=False)
-    callback = TerminalCallback()
+    callback = EfficientProgress()
     callback.on_train_begin(args, state, control)
     now[0] += 1000  # accuracy before training
     for seconds in (2, 4):
@@ -83,3 +84,21 @@ def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch, capsys):
     assert all(line.endswith(" left") for line in lines if line.strip())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert "accuracy:   0%" in accuracy(description="accuracy") and accuracy() == ""
+
+
+def test_a_script_has_a_recipes_lines_by_one_callback(tmp_path, capsys):
+    """Given to the constructor or added later, in place of transformers' bar and dictionaries."""
+
+    def steps(added: bool) -> list[str]:
+        grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, disable_tqdm=False, max_steps=2)
+        if added:
+            grpo.add_callback(EfficientProgress())
+        else:
+            use_terminal(grpo)
+        grpo.train()
+        captured = capsys.readouterr()
+        assert "it/s" not in captured.err and "{'loss'" not in captured.out
+        lines = [line for line in captured.out.splitlines() if line.startswith("step ")]
+        return [line.partition(" s/step")[0].rpartition("  ")[0] for line in lines]  # without the seconds
+
+    assert steps(added=True) == steps(added=False)
