@@ -1,6 +1,8 @@
 """`trl-fsdp-qlora plan`: whether a recipe fits, before anything is loaded."""
 
+import contextlib
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,22 +40,23 @@ def plan(words: Sequence[str]) -> int:
     rest = with_recipe(rest)
     if not rest:
         raise UserError("plan needs a recipe: --config FILE.yaml")
-    from ..planning.fitting import as_words, lines_that_fit
-    from ..planning.plan import plan_recipe
-    from ..planning.table import as_json, format_plan
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed writes a line when it is imported
+        from ..planning.fitting import as_words, lines_that_fit
+        from ..planning.plan import plan_recipe
+        from ..planning.table import as_json, format_plan
 
-    method = method_of(rest)
-    planned = plan_recipe(
-        rest,
-        config_of(method),
-        options.accelerate_config,
-        options.hardware,
-        options.num_processes,
-        options.prompt_tokens,
-        script_of(method),
-    )
-    largest = _largest(planned) if options.solve else {}
-    lines = {} if planned.fits else lines_that_fit(planned)
+        method = method_of(rest)
+        planned = plan_recipe(
+            rest,
+            config_of(method),
+            options.accelerate_config,
+            options.hardware,
+            options.num_processes,
+            options.prompt_tokens,
+            script_of(method),
+        )
+        largest = _largest(planned) if options.solve else {}
+        lines = {} if planned.fits else lines_that_fit(planned)
     if options.json:
         print(json.dumps({**as_json(planned), "fits_with": lines, "largest": largest}, indent=2))
         return 0 if planned.fits else 1
