@@ -67,6 +67,12 @@ ATTRIBUTES = {
     "vllm_generation": Seam("GRPO RLOO", "read", "vLLM"),
 }
 
+# Methods of TRL's that get or return values of single tokens. A user who overrides one may read every token's.
+METHODS_OF_LOSS = (
+    "compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "get_high_entropy_mask",
+    "get_off_policy_mask", "get_gamma_weights",
+)  # fmt: skip
+
 # Names in TRL's modules in whose place others are found while a function of TRL's runs.
 REPLACED = {
     "gather": ("trl.trainer.grpo_trainer", "A*-PO's estimates of values"),

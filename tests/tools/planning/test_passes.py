@@ -22,7 +22,7 @@ from trl_fsdp_qlora.long_rows import tiles
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import Plan
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
-from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
+from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
 from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
 from trl_fsdp_qlora.tools.planning.launches import Launch
@@ -46,7 +46,7 @@ def touched_columns(monkeypatch):
 def built(run, base=None):
     torch.manual_seed(0)
     base = base or tf.AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
-    install_sharing(base, compares=False, entropy_gradient=False)
+    install_sharing(base, SharingOptions(compares=False, entropy_gradient=False))
     model = get_peft_model(base, lora_config(run.model)) if run.model.use_peft else base
     if run.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -71,7 +71,7 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
     mask = torch.ones_like(ids)
     labels = ids.clone()
     labels[:, :prompt] = -100
-    sharing = install_sharing(model, compares=False, entropy_gradient=False)
+    sharing = install_sharing(model, SharingOptions(compares=False, entropy_gradient=False))
     as_stock = nullcontext() if packed else closed(sharing)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
     with tracker, as_stock, torch.set_grad_enabled(grad):
@@ -123,7 +123,7 @@ def measured_step(run, model) -> tuple[int, Plan]:
     batches = [
         Batch(*part) for part in zip(*(x.chunk(count) for x in (ids, torch.ones_like(ids), labels)), strict=True)
     ]
-    sharing = install_sharing(model, compares=False, entropy_gradient=False)
+    sharing = install_sharing(model, SharingOptions(compares=False, entropy_gradient=False))
     plan = sharing.plan_step(batches, run.tokens_per_pass)
     scores = StepScores(plan, batches, True, sharing.packed_model.router_losses)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))

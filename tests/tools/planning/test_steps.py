@@ -10,7 +10,7 @@ from tests.prefix_sharing.helpers import build
 from tests.tools.planning.models import config, folder, settings
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
-from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
+from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
 from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
 from trl_fsdp_qlora.tools.planning.launches import Launch
 from trl_fsdp_qlora.tools.planning.rollout import state_bytes
@@ -19,7 +19,7 @@ from trl_fsdp_qlora.tools.planning.rollout import state_bytes
 @pytest.fixture(scope="module")
 def sharing():
     model = AutoModelForCausalLM.from_config(config(num_hidden_layers=1), dtype=torch.float32)
-    return install_sharing(model, compares=False, entropy_gradient=False)
+    return install_sharing(model, SharingOptions(compares=False, entropy_gradient=False))
 
 
 def batches_of(run) -> list[Batch]:

@@ -143,7 +143,8 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
     try:
         launch = read_launch(name, processes or None)
         script, config, model = _parsed(rest, launch.processes)
-        check_recipe(script, config, model)
+        wrapped = launch.units if isinstance(launch.units, tuple) else ()
+        check_recipe(script, config, model, wrapped)
         text = f"{type(config).__name__}, {launch.processes} process{'es' * (launch.processes > 1)}"
         yield Finding("ok", "recipe", text)
     except UserError as error:

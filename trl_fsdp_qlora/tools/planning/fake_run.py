@@ -27,7 +27,7 @@ from ...prefix_sharing.batch import IGNORED_LABEL, Batch
 from ...prefix_sharing.check import compared_tokens
 from ...prefix_sharing.facts import keeps_keys, layer_types, longest_window
 from ...prefix_sharing.passes import Plan as PassPlan
-from ...prefix_sharing.sharing import PromptSharing, install_sharing
+from ...prefix_sharing.sharing import PromptSharing, SharingOptions, install_sharing
 from ...trainers.step.step_scores import StepScores
 from .model import build, causal_model
 from .settings import Settings
@@ -232,13 +232,13 @@ class FakeRun:
     def _run_step(self, layers: list[int], rows: int, batches: int, grad: bool) -> list[int]:
         """Run a step of a model of these layers; returns the peak of each part."""
         few = self._few_layers(layers)
-        sharing = install_sharing(
-            few.model,
+        options = SharingOptions(
             attention=self.settings.prefix_sharing,
             lm_head_kernel=self._head_kernel(few.causal),
             entropy_gradient=False,
             compares=False,
         )
+        sharing = install_sharing(few.model, options)
         real_batches, plan = self._passes(sharing, rows, batches, grad)
         with self._tracked(few, grad) as peaks:
             fake = [Batch(*map(few.mode.from_tensor, (x.input_ids, x.attention_mask, x.labels))) for x in real_batches]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compat import trl as trls
-from ...prefix_sharing.batch import Batch
+from ...prefix_sharing.batch import Batch, Instructions
 from ...prefix_sharing.passes import Plan, Run
 from ...prefix_sharing.prefix_cache import (
     GradAccumulator,
@@ -34,7 +34,6 @@ from ...prefix_sharing.prefix_cache import (
 )
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.row import PassRecord
-from ...prefix_sharing.wrapped_forward import Instructions
 from ...utils.random_state import RandomState
 from ...utils.replaced import replaced
 
