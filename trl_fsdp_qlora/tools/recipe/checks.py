@@ -58,7 +58,7 @@ class UserCode(NamedTuple):
 
 
 def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
-    """Import what `script` names; `settings` may have a `tool_timeout`.
+    """Import what `script` names; `settings` may have `tool_timeout` and `history`.
 
     Raises:
         UserError: an import path leads nowhere, a reward is unknown, the environment has no `reset`, or it has no
@@ -81,7 +81,10 @@ def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
     tools = [functions[path] for path in script.tools]
-    agent = Agent(tools, environment, owns_reward, (settings or {}).get("tool_timeout"))
+    settings = settings or {}
+    agent = Agent(
+        tools, environment, owns_reward, settings.get("tool_timeout"), history=settings.get("history") or "append"
+    )
     return UserCode(rewards, judge, agent, tool_format)
 
 
@@ -291,13 +294,33 @@ def with_adapter(bare: nn.Module, model: ModelConfig) -> nn.Module:
         ) from None
 
 
-def check_model(model: ModelConfig) -> None:
+def wrapped_here() -> tuple[str, ...]:
+    """The classes that FSDP wraps in this process, by the accelerate config's `fsdp_transformer_layer_cls_to_wrap`."""
+    names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "") if is_fsdp_launch() else ""
+    return tuple(filter(None, names.split(",")))
+
+
+def check_wrapped(bare: nn.Module, names: Sequence[str]) -> None:
+    """Refuse classes to wrap of which `bare` has no module; accelerate refuses them when training begins."""
+    classes = {type(module).__name__ for module in bare.modules()}
+    for name in names:
+        if name not in classes:
+            own = ", ".join(sorted(bare._no_split_modules or ()))
+            raise ConfigError(
+                f"fsdp_transformer_layer_cls_to_wrap: this model has no {name}, but {own}; in the accelerate config "
+                "write that, or leave the line out"
+            )
+
+
+def check_model(model: ModelConfig, wrapped: Sequence[str] = ()) -> None:
     """Build the model that a recipe trains, with its adapter and without data or quantization.
+
+    `wrapped` are names of the classes that FSDP is to wrap.
 
     It skips ZeRO-3, under which transformers fills every model that it builds, and classes that TRL loads by name.
 
     Raises:
-        ConfigError: see [`build_bare`] and [`with_adapter`].
+        ConfigError: see [`build_bare`], [`check_wrapped`] and [`with_adapter`].
     """
     if is_deepspeed_zero3_enabled():
         return
@@ -305,11 +328,16 @@ def check_model(model: ModelConfig) -> None:
     # `in` imports only the class of this config.
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         bare = build_bare(model.model_name_or_path, config, attn_implementation=model.attn_implementation)
+        check_wrapped(bare, wrapped)
         with_adapter(bare, model)
 
 
-def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> Any:
+def check_recipe(
+    script: ScriptArguments, config: Any, model: ModelConfig, wrapped: Sequence[str] | None = None
+) -> Any:
     """Run all checks of this module for a recipe that trains; returns the model's tokenizer.
+
+    `wrapped` are names of classes that FSDP is to wrap, by default those of this launch.
 
     Raises:
         UserError: the message has the field, the value and the line to write.
@@ -324,5 +352,5 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> An
     if code.agent is not None:
         tokenizer = code.tool_format(tokenizer)
         check_tool_template(tokenizer, model.model_name_or_path)
-    check_model(model)
+    check_model(model, wrapped_here() if wrapped is None else wrapped)
     return tokenizer

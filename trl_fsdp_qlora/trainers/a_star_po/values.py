@@ -23,9 +23,10 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets.fingerprint import Hasher
+from tqdm.auto import tqdm
 
+from ...engines.decode.completions import pace
 from ...utils.nonfatal import nonfatal
-from ...utils.progress import progress
 from ...utils.ranks import on_main
 from ..reporting.phases import PhaseTimer
 from .config import AStarPOConfig
@@ -103,13 +104,10 @@ class ReferenceValues:
         args = self.args
         ranks = self.accelerator.num_processes
         missing = {key for key in rows if len(self.rewards.get(key, ())) < args.value_samples}
-        # Chunks of prompts of similar length.
-        order = sorted(rows, key=lambda key: (len(str(rows[key]["prompt"])), key))
-        starts = range(0, len(order), args.value_batch_size)
-        chunks = [[key for key in order[i : i + args.value_batch_size] if key in missing] for i in starts]
-        chunks = [chunk for chunk in chunks if chunk]
+        already_known = len(rows) - len(missing)
+        chunks = self._chunks(rows, missing)
         hidden = self.accelerator.process_index > 0 or args.disable_tqdm
-        bar = progress("V*", len(rows), "prompts", initial=len(rows) - len(missing), hidden=hidden, leave=True)
+        bar = tqdm(total=len(rows), initial=already_known, desc="V*", unit=" prompts", disable=hidden, **pace())
         with self.clock.phase("value_sampling"), bar:
             for first in range(0, len(chunks), ranks):
                 drawn = self._draw_turn(chunks[first : first + ranks], rows)
@@ -118,13 +116,22 @@ class ReferenceValues:
                     self.store(list(drawn))
                 bar.update(len(drawn))
         for key in rows:
-            self.known[key] = optimal_value(self.rewards[key][: args.value_samples], args.value_estimator, args.beta1)
+            rewards = self.rewards[key][: args.value_samples]
+            self.known[key] = optimal_value(rewards, args.value_estimator, args.beta1)
         unscored = sum(math.isnan(self.known[key]) for key in rows)
         if rows and all(map(math.isnan, self.known.values())):
             raise ValueError("no prompt got a reward (None or NaN every time): does the service of the reward run?")
         if unscored:
             logger.warning(f"{unscored} of {len(rows)} prompts got no reward and do not enter the loss")
-        return Report(len(rows), len(rows) - len(missing), len(missing) * args.value_samples)
+        return Report(len(rows), already_known, len(missing) * args.value_samples)
+
+    def _chunks(self, rows: dict[str, dict], missing: set[str]) -> list[list[str]]:
+        """The keys in `missing` as batches of prompts of similar length, which do not depend on what is missing."""
+        size = self.args.value_batch_size
+        order = sorted(rows, key=lambda key: (len(str(rows[key]["prompt"])), key))
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        chunks = [[key for key in batch if key in missing] for batch in batches]
+        return [chunk for chunk in chunks if chunk]
 
     def _draw_turn(self, turn: list[list[str]], rows: dict[str, dict]) -> dict[str, list[float]]:
         """Draw the samples of each chunk of a turn, one on each rank; return the rewards by key. Collective."""
