@@ -142,8 +142,8 @@ class Unseen(TorchFunctionMode):
     def _leaves_of(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the leaves of a graph, and prepares the re-entrant checkpoints in it.
 
-        All parameters may be inside of checkpoints. Then the graph ends in a leaf that is none, the embeddings' output,
-        and the engine runs what leads to a leaf of this list.
+        The engine runs what leads to a leaf of this list. If all parameters are inside of checkpoints, that is the
+        output of the embeddings alone.
         """
         leaves = []
         to_visit = [output.grad_fn for output in outputs]
