@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 from ..compat.peft import is_peft, looks_beyond_tokens
 from ..errors import PrefixSharingError
+from ..scoring import cpu_linear
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
 from .batch import Batch, Call, Sequences, batch_of
@@ -139,6 +140,7 @@ class PromptSharing:
         if options.attention == "off":
             self.status = Status.as_stock("switched off")
             return
+        cpu_linear.put_on(self.base)
         try:
             reason = looks_beyond_tokens(model)
             if reason is not None:
@@ -153,6 +155,7 @@ class PromptSharing:
 
     def _prepare(self) -> None:
         """Give the model layers for packed rows, or settings for those that it has."""
+        cpu_linear.put_on(self.base)  # an adapter has new layers
         if self.packed_model is None or self.packed_model.facts.stamp != self.status.stamp:
             self.packed_model = PackedModel(self.base)
             self.status = Status(self.packed_model.facts.stamp)
@@ -206,6 +209,7 @@ class PromptSharing:
             return
         self.wrapped_forward.take_off()
         self.wrapped_backbone.take_off()
+        cpu_linear.take_off(self.base.modules())
         if self.packed_model is not None:
             self.packed_model.remove()
             self.packed_model = None
