@@ -38,7 +38,9 @@ METHODS = {
     ),
     "_generate_single_turn": Seam("GRPO RLOO", "override", "prompts prefilled once (compact_generation)"),
     "_get_per_token_logps_and_entropies": Seam("GRPO RLOO", "override, call", "one look ahead over a step"),
-    "_tokenize_prompts": Seam("GRPO RLOO", "call", "the prompt in the start-up block, A*-PO"),
+    "_tokenize_prompts": Seam(
+        "GRPO RLOO", "override, call", "history: template, the prompt in the start-up block, A*-PO"
+    ),
     "_tool_call_loop": Seam("GRPO", "override", "episodes of different length on sharded ranks"),
     "compute_ref_log_probs": Seam("DPO", "override", "packed rows in precomputed reference passes"),
 }

@@ -39,6 +39,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     """
 
     own_loss = True
+    takes_rows = False  # stage 1 draws single turns
     _tag_names = ["trl", "a-star-po", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
     _weighs_in_loss = True  # the losses have no ratio, so a pass for weights would be wasted
     _makes_batch = False  # whether TRL's code that makes a generation batch is running

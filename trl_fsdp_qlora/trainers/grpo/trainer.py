@@ -19,9 +19,10 @@ from ...compat.trl_rollouts import (
     weighs_as_1_16,
 )
 from ...errors import UserError
+from ...utils.nonfatal import nonfatal
 from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, groups_with_variance, to_rows
-from ..rollouts.episodes import agreed_rows, with_rows
+from ..rollouts.episodes import agreed_rows, completions_of, with_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
 from ..starting.arguments import bound_to, completed
@@ -63,11 +64,14 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
     method_on_card = "GRPO"
     # Whether the loss can be that of episodes of several rows.
     takes_rows = True
+    _episodes = None  # the rows of the episodes that are being drawn, if the template renders their history
 
     @wraps(GRPOTrainer.__init__)
     def __init__(self, *positional, **named):
         call = completed(bound_to(GRPOTrainer, positional, named, ("compute_metrics",)), EfficientGRPOConfig, "GRPO")
         check_call(call)
+        if call["args"].history == "template" and not self.takes_rows:
+            raise UserError(f"{self.method_on_card.split()[0]} knows no episodes of several rows: use history: append")
         super().__init__(**call)
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator)
         if self.use_vllm:
@@ -135,7 +139,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
     @property
     def may_have_rows(self) -> bool:
         """Whether an episode may have several rows, see `step/rows.py`; the same on every rank."""
-        return self.rollout_func is not None
+        return self.rollout_func is not None or (bool(self.tools) and self.args.history == "template")
 
     def _with_rows_noted(self, draw):
         """`draw`, a `_generate`, whose episodes' rows are noted for the passes that follow. Collective."""
@@ -156,7 +160,11 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
                 stack.enter_context(self.rollout.episodes(self.max_tool_calling_iterations))
             if self.rollout_func is not None:
                 stack.enter_context(replaced(self, rollout_func=with_rows(self.rollout_func)))
-            return super()._generate(*args, **kwargs)
+            stack.enter_context(replaced(self, _episodes=None))
+            drawn = super()._generate(*args, **kwargs)
+            if self._episodes is not None:
+                Generated(*drawn[: len(Generated._fields)]).extra_fields[ROWS] = self._episodes
+            return drawn
 
     def _generate_single_turn(self, *args, **kwargs):
         stock = super()._generate_single_turn
@@ -168,15 +176,33 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             turn = turn._replace(multimodal_fields=turn.multimodal_fields | types)
         return self.rollout.training_turn(stock, turn, self.model_wrapped, self._generate_settings())
 
+    def _tokenize_prompts(self, prompts):
+        stock = super()._tokenize_prompts
+        if self.args.history == "append":
+            return stock(prompts)
+        from ...engines.decode.history import tokenized_as_served
+
+        return tokenized_as_served(self, stock, prompts)
+
     def _tool_call_loop(self, prompts, prompt_ids, *args, **kwargs):
+        from ...engines.decode.history import rendering
         from ...engines.decode.tools import limited_tools
 
-        with limited_tools(self, ("_sync_tool_dicts", "_async_tool_dicts"), self.args.tool_timeout):
+        renders = self.args.history == "template"
+        with (
+            limited_tools(self, ("_sync_tool_dicts", "_async_tool_dicts"), self.args.tool_timeout),
+            rendering(self, prompts, prompt_ids) if renders else nullcontext() as history,
+        ):
             result = super()._tool_call_loop(prompts, prompt_ids, *args, **kwargs)
         # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
-        return result
+        if not renders:
+            return result
+        tool_mask, completions, completion_ids, logprobs, *figures = result
+        self._episodes = history.rows(completion_ids, tool_mask, logprobs)
+        drawn = completions_of(self._episodes)
+        return drawn["masks"], completions, drawn["completion_ids"], drawn["logprobs"], *figures
 
     def generating(self, wrapped=None):
         # With vLLM the model is the engine, which then holds the current adapter.
@@ -342,4 +368,17 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
     def _features_of_method(self):
         features = self.budget.features(self._terms(), self._why_every_token())
-        return [*features, *super()._features_of_method()]
+        return [*features, *super()._features_of_method(), *self._features_of_history()]
+
+    def _features_of_history(self) -> list[tuple[str, str]]:
+        """A line of the start-up block with tools, if a server of the model shows it another history."""
+        if not self.tools:
+            return []
+        if self.args.history == "template":
+            return [("on", "history: rendered by the chat template before every turn, as a server does")]
+        from ...engines.decode.history import NOT_AS_SERVED, strips_thinking
+
+        stripped = False
+        with nonfatal("rendering a history by the chat template"):
+            stripped = strips_thinking(self._tokenizer)
+        return [("as stock TRL", NOT_AS_SERVED)] if stripped else []
