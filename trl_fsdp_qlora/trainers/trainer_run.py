@@ -1,7 +1,7 @@
 """`TrainerRun`: starting, saving, loading and logging, the same for every trainer of this package."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,25 +163,17 @@ class TrainerRun(ShardedQLoRAMixin):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
-        with self.clock.phase("forward_backward"), self._fast_products(), casting_wide_sums():
+        with self.clock.phase("forward_backward"), casting_wide_sums():
             loss = super().training_step(model, *args, **kwargs)
             self._finish_backward(model)
         return loss
-
-    def _fast_products(self) -> AbstractContextManager[None]:
-        """A block in which the linear layers of a model on a CPU use the faster of two libraries' products."""
-        if self.args.device.type != "cpu":
-            return nullcontext()
-        from ..scoring.cpu_linear import fast_linears
-
-        return fast_linears(self.model)
 
     def _finish_backward(self, model) -> None:
         """Called after the backward of a micro-batch's loss; runs what is left of it if the micro-batch was cut."""
 
     def evaluate(self, *args, **kwargs):
         print_once(self)
-        with self.clock.phase("evaluate"), fitted_threads(self.model), self._fast_products():
+        with self.clock.phase("evaluate"), fitted_threads(self.model):
             return super().evaluate(*args, **kwargs)
 
     # --- saving ------------------------------------------------------------------------------------------------------
