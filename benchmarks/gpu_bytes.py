@@ -230,7 +230,7 @@ def measure(contestant: str, point: Point, limit: int | None = None) -> dict[str
     held = torch.cuda.memory_allocated()
     step(trainer, model, batch)  # from here on there is an optimizer state
     peaks = step(trainer, model, batch)
-    if contestant == "ours" and not trainer.sharing.is_active:
+    if contestant == "ours" and not trainer.sharing.status.packs:
         raise RuntimeError("prefix sharing was off, so this is no measurement of it")
     return {
         "held": held,

@@ -105,7 +105,7 @@ def scored(name: str, folder: str, args, in_float32: bool) -> tuple[torch.Tensor
     with torch.no_grad():
         values = trainer._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].shape[1])[0]
     trainer.accelerator.backward(trainer.compute_loss(model, dict(batch)))
-    if name == "ours" and not trainer.sharing.is_active:
+    if name == "ours" and not trainer.sharing.status.packs:
         raise RuntimeError(f"prompts were not shared: {trainer.sharing.describe()}")
     gradients = [p.grad.float().flatten() for p in trainer.model.parameters() if p.grad is not None]
     return values.float()[batch["completion_mask"].bool()], torch.cat(gradients)
@@ -171,7 +171,7 @@ def trained(name: str, folder: str, args) -> tuple[float, float, int]:
     clock = Clock(trainer)
     torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    if name == "ours" and not trainer.sharing.is_active:
+    if name == "ours" and not trainer.sharing.status.packs:
         raise RuntimeError(f"prompts were not shared: {trainer.sharing.describe()}")
     return statistics.median(clock.steps), statistics.median(clock.passes), torch.cuda.max_memory_allocated()
 

@@ -12,6 +12,7 @@ from trl_fsdp_qlora.tools.run.one_line import importing
 with importing():
     import shlex
     from dataclasses import dataclass, field
+    from pathlib import Path
 
     import torch
 
@@ -39,6 +40,8 @@ def main() -> None:
     (args,) = parse_recipe((MergeArguments,))
     trained_on = check_adapter(args.adapter).base_model_name_or_path
     base = args.base or trained_on
+    if trained_on and base != trained_on and Path(base).resolve() != Path(trained_on).resolve():
+        say(f"warning: {args.adapter} was trained on {trained_on}, and is merged into {base}")
     load_tokenizer(base, args.revision, chat=False, field="base", adapter=args.adapter)
     dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
     merged = merge_adapter(args.adapter, args.output, base, args.revision, dtype)

@@ -51,9 +51,9 @@ def test_what_scripts_import_is_there(folder):
 
 def test_a_type_checker_reads_the_names_that_an_import_finds():
     lines = Path(trl_fsdp_qlora.__file__).read_text(encoding="utf-8")
-    read = dict(re.findall(r"^    from \.([\w.]+) import \w+ as (\w+)$", lines, re.MULTILINE))
-    assert {name: module for module, name in read.items()} == trl_fsdp_qlora._EXPORTS
-    assert sorted([*read.values(), "__version__"]) == trl_fsdp_qlora.__all__
+    read = re.findall(r"^    from \.([\w.]+) import \w+ as (\w+)$", lines, re.MULTILINE)
+    assert {name: module for module, name in read} == trl_fsdp_qlora._EXPORTS
+    assert sorted([*(name for _, name in read), "__version__"]) == trl_fsdp_qlora.__all__
 
 
 def test_every_command_is_there_and_help_names_it(capsys):

@@ -67,6 +67,6 @@ def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
                 logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, completion)[0]
             inputs["old_per_token_logps"] = logps - 0.1
         results += losses_of([trainer], inputs)
-    assert trainer.sharing.is_active
+    assert trainer.sharing.status.packs
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
     assert_equal_gradients(results[1][1], results[0][1])

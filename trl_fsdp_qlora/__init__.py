@@ -11,7 +11,12 @@ __version__ = "0.1.0"
 
 # Public names, by the module that has them. A type checker reads those below instead. `trainers/methods.py` has the
 # trainers' commands.
-_EXPORTS = {"share_prompts": "prefix_sharing.share", "EfficientProgress": "trainers.reporting.terminal"}
+_EXPORTS = {
+    "share_prompts": "prefix_sharing.share",
+    "unshare_prompts": "prefix_sharing.share",
+    "verify": "prefix_sharing.verify",
+    "EfficientProgress": "trainers.reporting.terminal",
+}
 for _room, _prefix in (
     ("grpo", "EfficientGRPO"),
     ("rloo", "EfficientRLOO"),
@@ -26,6 +31,8 @@ __all__ = sorted([*_EXPORTS, "__version__"])
 
 if TYPE_CHECKING:
     from .prefix_sharing.share import share_prompts as share_prompts
+    from .prefix_sharing.share import unshare_prompts as unshare_prompts
+    from .prefix_sharing.verify import verify as verify
     from .trainers.a_star_po.config import AStarPOConfig as AStarPOConfig
     from .trainers.a_star_po.trainer import AStarPOTrainer as AStarPOTrainer
     from .trainers.dpo.config import EfficientDPOConfig as EfficientDPOConfig

@@ -1,7 +1,6 @@
 """Tiny models of every family, a batch with the edge cases, and the padded reference (stock TRL)."""
 
 from contextlib import contextmanager
-from itertools import product
 from typing import NamedTuple
 from unittest import mock
 
@@ -12,12 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.prefix_sharing import forest
-from trl_fsdp_qlora.prefix_sharing.batch import Sequences, decode, encode
-from trl_fsdp_qlora.prefix_sharing.problems import Status
+from trl_fsdp_qlora.prefix_sharing.batch import Instructions, Sequences, decode, encode
+from trl_fsdp_qlora.prefix_sharing.problems import PassType, Status
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow, PassRecord, lay_out
 from trl_fsdp_qlora.prefix_sharing.row_mask import options_of
-from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
-from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, SharingOptions, causal_language_model, install_sharing
 
 VOCABULARY = 67
 PROMPT = 14
@@ -233,9 +231,9 @@ def prepared(model, choice="auto", compared=False, **options) -> PromptSharing:
     base = causal_language_model(model)
     if not hasattr(base, "prompt_sharing"):
         with_stock_head(base)
-    sharing = install_sharing(model, attention=choice, **options)
+    sharing = install_sharing(model, SharingOptions(attention=choice, **options))
     if compared:
-        sharing.checked.update(product((False, True), repeat=2))
+        sharing.status.note_equal(PassType(True, True))
     return sharing
 
 
@@ -243,7 +241,7 @@ def prepared(model, choice="auto", compared=False, **options) -> PromptSharing:
 def closed(sharing):
     """Inside, passes run as in stock TRL."""
     before = sharing.status
-    sharing.status = Status(reason="closed for now")
+    sharing.status = Status.as_stock("closed for now")
     try:
         yield
     finally:
@@ -320,7 +318,7 @@ def assert_equals_stock(model, sharing=None, batch=None, scored_BC=None, **argum
     (stock * weight).sum().backward()
     reference = gradients(model)
     ours = one_pass(model, sharing, batch, scored_BC, **arguments)
-    assert sharing.is_active and ours.figures.tokens, sharing.describe()
+    assert sharing.status.packs and ours.figures.tokens, sharing.describe()
     values = torch.stack([ours.logps_BC, ours.entropies_BC], -1)
     # Rounding of float32 in sums of this length.
     torch.testing.assert_close(values, torch.where(real[:, :, None], stock, 0.0), atol=2e-5, rtol=1e-5)

@@ -29,6 +29,7 @@ from tests.prefix_sharing.helpers import (
     with_stock_head,
 )
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
+from trl_fsdp_qlora.prefix_sharing.problems import Scope
 from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
 
 
@@ -87,7 +88,7 @@ class Scene:
 
 def comparing_leaves_nothing(scene):
     logps = scene.run()
-    assert scene.sharing.is_active and all(p.grad is None for p in scene.model.parameters())
+    assert scene.sharing.status.packs and all(p.grad is None for p in scene.model.parameters())
     scene.assert_right(logps)
 
 
@@ -96,7 +97,7 @@ def an_old_policy_pass_is_cut_differently_on_each_rank(scene):
         old = scene.run(tokens_per_pass=2 * scene.batch[0].shape[1])
     torch.testing.assert_close(old, scene.expected, atol=2e-5, rtol=1e-5)
     scene.assert_right(scene.run())
-    assert scene.sharing.is_active
+    assert scene.sharing.status.packs
 
 
 def between_micro_batches(scene):
@@ -107,7 +108,7 @@ def between_micro_batches(scene):
         else:
             scene.model.require_backward_grad_sync = last
         scene.run().sum().backward()
-    assert scene.sharing.is_active
+    assert scene.sharing.status.packs
     assert_equal_gradients(whole(scene.model), [2 * gradient for gradient in scene.gradients])
 
 
@@ -133,7 +134,7 @@ def an_unpackable_batch_on_one_rank(scene):
         mask[0, -COMPLETION + 2] = 0
     for _ in range(2):
         logps = scene.run((ids, mask))
-        assert scene.sharing.is_active and scene.sharing.checked
+        assert scene.sharing.status.packs and scene.sharing.status.compared
         assert bool(scene.sharing.figures.tokens) == (dist.get_rank() == 0)
         with closed(scene.sharing):
             stock = stock_log_probs(scene.model, ids, mask)[0]
@@ -148,7 +149,7 @@ def an_unpackable_batch_on_one_rank_in_passes(scene):
         mask[0, -COMPLETION + 2] = 0
     with torch.no_grad():
         logps = scene.run((ids, mask), tokens_per_pass=6 * ids.shape[1])
-        assert scene.sharing.is_active and not scene.sharing.figures.tokens
+        assert scene.sharing.status.packs and not scene.sharing.figures.tokens
         with closed(scene.sharing):
             stock = stock_log_probs(scene.model, ids, mask)[0]
     torch.testing.assert_close(logps, stock, atol=2e-5, rtol=1e-5)
@@ -158,7 +159,7 @@ def an_unpackable_batch_on_one_rank_in_passes(scene):
 def no_trainer_compares(scene):
     """`share_prompts` alone: prompt sharing compares from inside the forward."""
     logps = scene.run_alone()
-    assert scene.sharing.is_active and scene.sharing.checked and scene.sharing.figures.tokens
+    assert scene.sharing.status.packs and scene.sharing.status.compared and scene.sharing.figures.tokens
     assert all(p.grad is None for p in scene.model.parameters())
     scene.assert_right(logps)
     scene.assert_right(scene.run_alone())
@@ -177,7 +178,7 @@ def no_trainer_compares_and_one_rank_cannot_pack(scene):
         logps.sum().backward()
         scene.model.zero_grad()
     scene.assert_right(scene.run_alone())
-    assert scene.sharing.is_active and scene.sharing.checked and scene.sharing.figures.tokens
+    assert scene.sharing.status.packs and scene.sharing.status.compared and scene.sharing.figures.tokens
 
 
 def a_hook_on_one_rank_after_the_comparison(scene):
@@ -203,7 +204,7 @@ def no_trainer_compares_and_one_rank_is_wrong(scene):
     with mock.patch.object(cascade, "attend", attend):
         logps = scene.run_alone()
         # Ranks that each have the whole model judge alone.
-        assert scene.sharing.is_active == (scene.wrapper == "ddp" and dist.get_rank() == 0)
+        assert scene.sharing.status.packs == (scene.wrapper == "ddp" and dist.get_rank() == 0)
         scene.assert_right(logps)
 
 
@@ -220,7 +221,7 @@ def a_wrong_gradient_on_one_rank(scene):
     original = cascade.attend
     with mock.patch.object(cascade, "attend", attend):
         logps = scene.run()
-    assert not scene.sharing.is_active
+    assert not scene.sharing.status.packs
     scene.assert_right(logps)
 
 
@@ -243,7 +244,7 @@ def nothing_to_score_on_one_rank_at_first(scene):
     """Nothing is compared before both ranks have something to compare."""
     scene.run(scored_BC=scene.batch[1][:, -COMPLETION:].bool() & (dist.get_rank() == 0)).sum().backward()
     scene.model.zero_grad()
-    assert scene.sharing.is_active, scene.sharing.describe()
+    assert scene.sharing.status.packs, scene.sharing.describe()
     scene.assert_right(scene.run())
 
 
@@ -326,7 +327,9 @@ def equals_one_process(name, wrapper, frozen, passes):
         with torch.no_grad():
             old = test_images.packed(model, sharing, few, tokens_per_pass=2 * few.input_ids.shape[1]).log_probs
         logps = test_images.packed(model, sharing, few).log_probs[:, -test_images.COMPLETION :]
-        assert sharing.figures.tokens and sharing.status.images is None, sharing.status.images
+        assert sharing.figures.tokens and sharing.status.reason(Scope.IMAGES) is None, sharing.status.reason(
+            Scope.IMAGES
+        )
         for ours in (old[:, -test_images.COMPLETION :], logps):
             torch.testing.assert_close(ours, expected[dist.get_rank()].detach(), atol=1e-4, rtol=1e-5)
         (logps * weight[mine]).sum().backward()

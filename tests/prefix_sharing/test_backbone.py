@@ -15,6 +15,7 @@ from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import packed_model, row
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
+from trl_fsdp_qlora.prefix_sharing.problems import PassType
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
 
 from .helpers import (
@@ -53,7 +54,7 @@ def assert_same(model, run, is_packed=True):
     ours, loss = run(model)
     loss.backward()
     sharing = base.prompt_sharing
-    assert sharing.is_active and (sharing.figures.tokens > 0) == is_packed, sharing.describe()
+    assert sharing.status.packs and (sharing.figures.tokens > 0) == is_packed, sharing.describe()
     for mine, theirs in zip(ours, stock, strict=True):
         # Rounding of float32 behind two layers with large weights, in sums of other shapes.
         torch.testing.assert_close(mine, theirs, atol=3e-5, rtol=1e-5)
@@ -83,7 +84,7 @@ def test_logits_and_hidden_states_equal_stock(name):
             if name != "opt":  # its forward calls the decoder inside of its backbone
                 assert_same(model, logits)
             assert make_rows is awkward or len(levels[-1]) >= 2
-            assert model.prompt_sharing.checked == {(g, False, "last hidden states") for g in (False, True)}
+            assert model.prompt_sharing.status.compared == {PassType(g, False, True) for g in (False, True)}
 
 
 @pytest.mark.parametrize("has_mask", [True, False])
@@ -269,7 +270,7 @@ def test_a_fused_call_that_runs_as_stock_packs_nothing():
     batch["attention_mask"][0, 1] = 0  # a hole, so the batch cannot be packed
     with counting_padded_forwards(model) as calls:
         model(**batch, fused_lm_head=True)
-    assert len(calls) == 1 and not model.prompt_sharing.checked
+    assert len(calls) == 1 and not model.prompt_sharing.status.compared
 
 
 @pytest.mark.parametrize("has_mask", [True, False])
@@ -297,7 +298,7 @@ def test_a_later_wrapper_of_the_backbone_may_take_the_models_own_arguments_alone
 
     model.model.forward = wrapper
     torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, wanted, atol=2e-5, rtol=1e-5)
-    assert model.prompt_sharing.is_active and model.prompt_sharing.figures.tokens
+    assert model.prompt_sharing.status.packs and model.prompt_sharing.figures.tokens
     masks.clear()
     with closed(model.prompt_sharing):
         assert torch.equal(model(**batch, fused_lm_head=True).log_probs, wanted)
@@ -320,7 +321,7 @@ def test_generation_is_the_models_own(use_cache, caplog):
     model.train()
     ours = model.generate(**batch, **of_generation(), use_cache=use_cache)
     assert torch.equal(ours, plain.generate(**batch, **of_generation(), use_cache=use_cache))
-    assert not model.prompt_sharing.checked and "stock TRL" not in caplog.text
+    assert not model.prompt_sharing.status.compared and "stock TRL" not in caplog.text
 
 
 REFUSED = {
@@ -388,7 +389,7 @@ def test_the_reason_why_a_model_cannot_be_packed_is_logged(caplog):
         both_ways.config.use_bidirectional_attention = True
     share_prompts(model)
     assert torch.equal(model(**batch).logits, plain(**batch).logits)
-    assert "stock TRL" in caplog.text and not model.prompt_sharing.is_active
+    assert "stock TRL" in caplog.text and not model.prompt_sharing.status.packs
     caplog.clear()
     prompt = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     share_prompts(get_peft_model(build("llama"), prompt))
@@ -463,7 +464,7 @@ def test_a_checkpoint_around_a_call():
 
     weighted(checkpoint(run, model, use_reentrant=False), mask_BL).backward()
     ours = gradients(model)
-    assert model.prompt_sharing.is_active and model.prompt_sharing.checked
+    assert model.prompt_sharing.status.packs and model.prompt_sharing.status.compared
     weighted(run(model), mask_BL).backward()
     assert_equal_gradients(ours, gradients(model), tolerance=1e-7)
 

@@ -12,6 +12,7 @@ from tests.tiny import lora
 from trl_fsdp_qlora.prefix_sharing import check
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.check import differences, rounding_unit, statistics
+from trl_fsdp_qlora.prefix_sharing.problems import PassType
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow
 
 from .helpers import COMPLETION, PROMPT, awkward_batch, build, make_batch, one_pass, prepared
@@ -66,7 +67,7 @@ def test_rounding_alone_passes(family, dtype):
     model = build(family).to(dtype)
     sharing = prepared(model)
     one_pass(model, sharing)
-    assert sharing.is_active, sharing.describe()
+    assert sharing.status.packs, sharing.describe()
 
 
 def test_rounding_is_measured_beyond_the_fixed_limits_alone(monkeypatch):
@@ -83,7 +84,7 @@ def test_rounding_is_measured_beyond_the_fixed_limits_alone(monkeypatch):
         monkeypatch.setattr(check, "LIMITS_HALF", dict.fromkeys(check.LIMITS_HALF, limit))
         model, sharing = llama(torch.bfloat16)
         one_pass(model, sharing)
-        assert sharing.is_active, sharing.describe()
+        assert sharing.status.packs, sharing.describe()
         assert len(measured) == passes
         measured.clear()
 
@@ -108,7 +109,7 @@ def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, d
     monkeypatch.setattr(cascade, "attend", from_a_global)
     one_pass(model, sharing)
     # Without re-entrance torch itself may notice that other tensors were saved; either way no step is taken with it.
-    assert not sharing.is_active
+    assert not sharing.status.packs
     if reentrant:
         assert "gradients differ" in sharing.describe()
 
@@ -133,7 +134,7 @@ def test_no_gradient_is_left_behind():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     before = [parameter.grad for parameter in model.parameters()]
     one_pass(model, sharing)
-    assert sharing.is_active
+    assert sharing.status.packs
     assert all(p.grad is g and (g is None or (g == 1).all()) for p, g in zip(model.parameters(), before, strict=True))
 
 
@@ -142,15 +143,15 @@ def test_each_kind_of_pass_is_compared_once():
     model, sharing = llama()
     ids, mask = awkward_batch()
     mask[:, -COMPLETION:] = 0
-    assert one_pass(model, sharing, (ids, mask)).padded_forwards == 0 and not sharing.checked
+    assert one_pass(model, sharing, (ids, mask)).padded_forwards == 0 and not sharing.status.compared
     nothing = torch.zeros(10, COMPLETION, dtype=torch.bool)  # rows that nothing can be learnt from
-    assert one_pass(model, sharing, scored_BC=nothing).padded_forwards == 0 and not sharing.checked
+    assert one_pass(model, sharing, scored_BC=nothing).padded_forwards == 0 and not sharing.status.compared
     with torch.no_grad():
         assert [one_pass(model, sharing).padded_forwards for _ in range(2)] == [4, 0]
     assert [one_pass(model, sharing).padded_forwards for _ in range(2)] == [4, 0]
     with torch.no_grad():
         assert one_pass(model, sharing).padded_forwards == 0
-    assert sharing.checked == {(False, False), (True, False)}
+    assert sharing.status.compared == {PassType(False, False), PassType(True, False)}
 
 
 def test_equal_completions_of_one_token():
@@ -160,7 +161,7 @@ def test_equal_completions_of_one_token():
         ids, mask = make_batch([5, 5], [1, 1], seed=seed)
         ids[1] = ids[0]
         one_pass(model, sharing, (ids, mask))
-        assert sharing.is_active, sharing.describe()
+        assert sharing.status.packs, sharing.describe()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -174,7 +175,7 @@ def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows,
         lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     for limit in (PROMPT + COMPLETION, 10**6, None):  # a limit that the batch does not reach, too
-        sharing.checked.clear()
+        sharing.status.compared.clear()
         with torch.set_grad_enabled(limit is None):
             one_pass(model, sharing, (ids, mask), **({} if limit is None else {"tokens_per_pass": limit}))
         cut = limit == PROMPT + COMPLETION and rows > 1
@@ -184,7 +185,7 @@ def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows,
         # A padded row has its last token.
         assert len(compared) >= 2 and max(compared) <= step_tokens + 1, (compared, step_tokens)
         tokens.clear()
-    assert sharing.is_active, sharing.describe()
+    assert sharing.status.packs, sharing.describe()
 
 
 def test_rounding_in_half_precision_is_never_called_a_fault(monkeypatch):

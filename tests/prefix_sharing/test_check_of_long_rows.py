@@ -110,7 +110,7 @@ def test_right_passes_are_found_equal(family, short):
         )
     sharing = prepared(model)
     sizes = run(model, sharing)
-    assert sharing.is_active and sharing.checked, sharing.describe()
+    assert sharing.status.packs and sharing.status.compared, sharing.describe()
     assert sizes.count((1, MOST)) >= check.ROWS_FP32  # padded, one by one
 
 
@@ -139,7 +139,7 @@ def test_a_window_longer_than_compared_rows_is_found_lost(short, monkeypatch):
         model = build(small("Mistral", sliding_window=40))
         sharing = prepared(model)
         run(model, sharing)
-        assert sharing.is_active != found, sharing.describe()
+        assert sharing.status.packs != found, sharing.describe()
 
 
 def test_an_ancestor_that_is_not_seen_is_found(short, monkeypatch):

@@ -14,6 +14,7 @@ from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, without_dropout
 from trl_fsdp_qlora.prefix_sharing.facts import position_limit
+from trl_fsdp_qlora.prefix_sharing.problems import Scope
 
 from .helpers import (
     COMPLETION,
@@ -81,9 +82,9 @@ def test_a_model_that_cannot_be_packed_is_an_error_with_a_named_backend(name):
 
 def assert_gives_up(model, reason):
     sharing = prepared(model)
-    assert sharing.is_active
+    assert sharing.status.packs
     ours = one_pass(model, sharing)
-    assert reason in sharing.describe() and not sharing.is_active
+    assert reason in sharing.describe() and not sharing.status.packs
     assert torch.equal(ours.logps_BC, stock_log_probs(model, *awkward_batch())[0])
 
 
@@ -115,7 +116,7 @@ def test_the_comparison_ignores_dropout_and_restores_modes():
     model.model.layers[1].eval()
     sharing = prepared(model)
     one_pass(model, sharing)
-    assert sharing.is_active
+    assert sharing.status.packs
     assert model.training and model.model.layers[0].training and not model.model.layers[1].training
 
 
@@ -142,7 +143,7 @@ def test_batches_that_cannot_be_packed_run_padded(make, reason, caplog):
     assert not ours.figures.tokens and ours.padded_forwards == 1
     with closed(sharing):
         assert torch.equal(ours.logps_BC, stock_log_probs(model, *batch)[0])
-    assert reason in caplog.text and sharing.is_active  # the next batch is packed again
+    assert reason in caplog.text and sharing.status.packs  # the next batch is packed again
 
 
 def test_rotary_tables_that_depend_on_the_longest_position():
@@ -156,7 +157,7 @@ def test_rotary_tables_that_depend_on_the_longest_position():
         ({"full_attention": default}, float("inf")),
     ):
         config.rope_parameters = rope
-        assert position_limit(SimpleNamespace(config=config)) == limit
+        assert position_limit(SimpleNamespace(config=config, modules=list)) == limit
 
 
 def test_a_batch_with_images_runs_as_stock_if_the_class_is_not_known(caplog):
@@ -179,7 +180,7 @@ def test_a_batch_with_images_runs_as_stock_if_the_class_is_not_known(caplog):
     del with_images["mm_token_type_ids"]
     with_images["token_type_ids"] = (with_images["input_ids"] == 60).long()
     for arguments, reason in ((text, None), (with_images, "no image of this kind")):
-        sharing.status.images = reason
+        sharing.status.reasons[Scope.IMAGES] = reason
         ours = model(**arguments, fused_lm_head=True).log_probs
         assert bool(sharing.figures.tokens) == (reason is None)
         if reason is not None:
@@ -225,7 +226,7 @@ DRAWING = {
 def test_attention_dropout_is_found_under_each_of_its_names(name):
     reason = attention_reason(DRAWING[name]())
     assert ("layerdrop=0.3" if "layerdrop" in name else "attention dropout") in reason
-    assert not prepared(DRAWING[name]()).is_active
+    assert not prepared(DRAWING[name]()).status.packs
 
 
 def test_dropout_set_after_the_model_was_prepared_falls_back_at_the_first_pass():

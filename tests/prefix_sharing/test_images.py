@@ -13,11 +13,10 @@ from tests.tiny import these_first
 from trl_fsdp_qlora.compat.trl import rows_of_images
 from trl_fsdp_qlora.prefix_sharing import image_keys, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
-from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.batch import Batch, Instructions
 from trl_fsdp_qlora.prefix_sharing.check import compared_rows
-from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack, Scope
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
-from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
 
 from .helpers import (
     LINEAR,
@@ -194,7 +193,7 @@ def test_equals_stock(name, frozen, counted):
     if counted == "not counted":
         batch.num_images = None
     actual, ours, reached_tower = scored(model, batch, lambda: packed(model, sharing, batch))
-    assert 0 < sharing.figures.tokens < 0.6 * batch.input_ids.numel(), sharing.status.images
+    assert 0 < sharing.figures.tokens < 0.6 * batch.input_ids.numel(), sharing.status.reason(Scope.IMAGES)
     assert (actual - expected).abs().max() <= 1e-4
     assert_equal_gradients(ours, wanted, tolerance=2e-5)
     assert reached_tower != frozen
@@ -218,7 +217,7 @@ def test_offloaded_activations_equal_those_that_stay(name, monkeypatch):
         model, sharing, batch = pictured(name)
         model.train().activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
         results.append(scored(model, batch, lambda: packed(model, sharing, batch)))  # noqa: B023
-        assert sharing.is_active and sharing.status.images is None and sharing.figures.tokens
+        assert sharing.status.packs and sharing.status.reason(Scope.IMAGES) is None and sharing.figures.tokens
         assert bool(copies) == offload
     (kept_BC, kept, reached), (moved_BC, moved, reached_too) = results
     assert reached and reached_too and torch.equal(kept_BC, moved_BC)
@@ -409,7 +408,7 @@ def test_an_image_in_a_completion(name):
             model.zero_grad()
         else:  # for any rows that the comparison samples
             actual = model(**batch.arguments(), fused_lm_head=True).log_probs
-        assert 0 < sharing.figures.tokens < is_token.sum(), sharing.status.images
+        assert 0 < sharing.figures.tokens < is_token.sum(), sharing.status.reason(Scope.IMAGES)
         assert (actual - expected.log_probs).abs().max() <= 1e-4
     actual.sum().backward()
     assert_equal_gradients(gradients(model), wanted, tolerance=2e-5)
@@ -423,7 +422,7 @@ def test_the_tokens_of_an_image_see_each_other(name, monkeypatch):
     values = packed(model, sharing, batch).log_probs
     with closed(sharing):
         assert not sharing.figures.tokens and torch.equal(values, stock(model, batch).log_probs)
-    assert "difference in log-probability" in sharing.status.images
+    assert "difference in log-probability" in sharing.status.reason(Scope.IMAGES)
 
 
 def test_the_comparison_of_the_first_pass_takes_rows_with_images():

@@ -104,7 +104,7 @@ def test_a_backend_of_ones_own_is_one_line_of_the_table(monkeypatch, known):
     model = share_prompts(with_stock_head(model))
     values, _ = stock_log_probs(model, ids, mask)
     torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-5)
-    assert model.prompt_sharing.is_active == known
+    assert model.prompt_sharing.status.packs == known
     assert set(model.prompt_sharing.figures.layer_calls) == ({"chunked"} if known else set())
     assert set(chunked.seen) == ({4} if known else set())
     if not known:

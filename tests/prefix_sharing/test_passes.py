@@ -5,9 +5,8 @@ import torch
 
 from trl_fsdp_qlora.prefix_sharing import passes, row
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
-from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
-from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
+from trl_fsdp_qlora.prefix_sharing.batch import Batch, Instructions
+from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
 
 from .helpers import (
     RECURRENT,
@@ -93,7 +92,7 @@ def run(model, batches, weights, plan=None, per_pass=1):
 
 
 def compare(model, batch, count, tokens_per_pass=None, tolerance=1e-5):
-    sharing = install_sharing(model, compares=False)
+    sharing = install_sharing(model, SharingOptions(compares=False))
     batches = batches_of(batch, count)
     shape = batch["labels"][:, 1:].shape
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(batch["labels"].device).chunk(count)

@@ -18,8 +18,9 @@ from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, row
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.attention import cascade, two_part
+from trl_fsdp_qlora.prefix_sharing.problems import PassType
 from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
-from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
+from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
 
 from .helpers import (
     COUNTING,
@@ -137,7 +138,7 @@ def assert_shares(model, batch, may_run_padded=False, **arguments):
     with closed(sharing):
         stock, reference = run()
     ours, our_gradients = run()
-    assert sharing.is_active, sharing.describe()
+    assert sharing.status.packs, sharing.describe()
     assert may_run_padded or 0 < sharing.figures.tokens < batch["input_ids"].numel()
     assert_equal_outputs(ours, stock, batch["labels"])
     assert_equal_gradients(our_gradients, reference, tolerance=2e-5)
@@ -183,7 +184,7 @@ def test_a_recurrent_layer_takes_no_call_for_a_filled_up_completion(monkeypatch)
         monkeypatch.setattr(row, "row_multiple", lambda device, multiple=multiple: multiple)
         model = with_stock_head(build(FAMILIES["qwen3_5"]))
         share_prompts(model)
-        model.prompt_sharing.checked.add((False, False))
+        model.prompt_sharing.status.compared.add(PassType(False, False))
         sizes[multiple] = []
         for layer in recurrent_layers(model.prompt_sharing.base):
             original = layer.own_forward
@@ -229,7 +230,7 @@ def test_an_allocator_is_asked_for_few_sizes(monkeypatch):
     """In ten steps with groups of random lengths: an allocator that keeps blocks by size finds them again."""
     model = with_stock_head(build("llama"))
     share_prompts(model)
-    model.prompt_sharing.checked.add((False, False))
+    model.prompt_sharing.status.compared.add(PassType(False, False))
     by_multiple = {}
     for multiple in (1, 64):
         monkeypatch.setattr(row, "row_multiple", lambda device, multiple=multiple: multiple)
@@ -422,7 +423,7 @@ def test_mixed_precision_is_as_near_to_float32_as_stock(order):
         assert output.log_probs.dtype == torch.float32
         results[name] = (output.log_probs - exact).abs().mean()
         if name == "ours":
-            assert model.prompt_sharing.is_active and model.prompt_sharing.figures.tokens
+            assert model.prompt_sharing.status.packs and model.prompt_sharing.figures.tokens
     assert 0 < results["ours"] <= 1.5 * results["stock"]
 
 
@@ -508,7 +509,7 @@ def test_a_backend_that_is_named_later_raises_like_one_that_is_named_first():
     batch = make_batch(awkward, "right")
     share_prompts(model)
     call(model, batch)
-    assert not model.prompt_sharing.is_active
+    assert not model.prompt_sharing.status.packs
     share_prompts(model, attention="cascade")
     for _ in range(2):  # a notebook's cell that runs again
         with pytest.raises(PrefixSharingError, match="difference in log-probability"):
@@ -559,7 +560,7 @@ def test_a_copy_of_a_model_calls_itself():
         for parameter in copied.parameters():
             parameter.mul_(1.05)
     ours = call(copied, batch)
-    install_sharing(copied, attention="off")
+    install_sharing(copied, SharingOptions(attention="off"))
     assert_equal_outputs(ours, call(copied, batch), batch["labels"])
     assert (ours.log_probs - call(model, batch).log_probs).abs().max() > 1e-3
 

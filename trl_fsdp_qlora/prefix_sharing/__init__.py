@@ -1,6 +1,6 @@
 """Compute each shared token once, and no padding; exact for any transformer with causal attention."""
 
 from .facts import position_limit
-from .sharing import CHOICES, PrefixSharingError, PromptSharing, install_sharing
+from .sharing import CHOICES, PrefixSharingError, PromptSharing, SharingOptions, install_sharing
 
-__all__ = ["CHOICES", "PrefixSharingError", "PromptSharing", "install_sharing", "position_limit"]
+__all__ = ["CHOICES", "PrefixSharingError", "PromptSharing", "SharingOptions", "install_sharing", "position_limit"]

@@ -7,6 +7,7 @@ the last hidden state of every token.
 Suffixes of shapes: B rows of a batch, L columns of it or tokens of a row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +34,40 @@ def on_host(vision: dict[str, Any]) -> dict[str, Any]:
     """Vision arguments, with those that the host reads copied there in one transfer."""
     read = {name: vision[name] for name in READ_ON_HOST if isinstance(vision.get(name), torch.Tensor)}
     return {**vision, **to_host(read)}
+
+
+@dataclass(frozen=True, eq=False)
+class Instructions:
+    """What a trainer passes to prompt sharing by the keyword `sharing` of a fused call.
+
+    Attributes:
+        num_images: number of images of each row, if known.
+        tokens_per_pass: run in passes of no more tokens than this.
+        forward: the [`passes.Forward`] of a plan that is to be run.
+        of_trainer: whether a trainer passed them. All ranks then make the same calls.
+    """
+
+    num_images: list[int] | None = None
+    tokens_per_pass: int | None = None
+    forward: Any = None
+    of_trainer: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a model's fused forward, or of its backbone.
+
+    Attributes:
+        stock: the forward as in stock TRL.
+        arguments: of the call, by name.
+        of_backbone: whether the backbone is called, which takes no labels.
+        instructions: of the trainer.
+    """
+
+    stock: Callable[..., Any]
+    arguments: dict[str, Any]
+    of_backbone: bool = False
+    instructions: Instructions = Instructions(of_trainer=False)
 
 
 @dataclass(eq=False)
@@ -96,7 +131,7 @@ class Batch:
         """Returns batches of equal width joined into one."""
         if len(batches) == 1:
             return batches[0]
-        joined = {}
+        joined: dict = {}
         for name in batches[0].of_tokens():
             parts = [batch.of_tokens()[name] for batch in batches]
             joined[name] = None if any(part is None for part in parts) else torch.cat(parts)
@@ -115,7 +150,7 @@ class Batch:
 
     def rows(self, rows: np.ndarray) -> "Batch":
         """Returns a batch of the rows with these indices."""
-        tensors = {}
+        tensors: dict = {}
         for name, x in self.of_tokens().items():
             tensors[name] = None if x is None else x[to_device(torch.from_numpy(rows), x.device)]
         vision = self.vision
@@ -232,56 +267,74 @@ def from_padding(arguments: dict[str, Any]) -> torch.Tensor | None:
 
 
 @torch.compiler.disable
-def batch_of(
-    base: PreTrainedModel, arguments: dict[str, Any], num_images: list[int] | None, of_backbone: bool = False
-) -> Batch:
-    """Returns the arguments of a fused call of a model, or of a call of its backbone, as a batch.
+def batch_of(base: PreTrainedModel, call: Call) -> Batch:
+    """Returns the arguments of a call as a batch.
 
     Args:
         base: the model, without wrappers.
-        arguments: of the call.
-        num_images: number of images of each row, if known.
-        of_backbone: whether the backbone is called, which takes no labels.
+        call: of the model or of its backbone.
 
     Raises:
         CannotPack: the meaning of an argument on a packed row is not known.
     """
     if rows_have_adapters(base):
         raise CannotPack("its rows have adapters of their own (adapter_names)")
-    unsupported = further_output(base, arguments) if of_backbone else None
-    if unsupported is not None:
-        raise CannotPack(f"its caller asks for {unsupported}")
-    arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
-    for name in _NEUTRAL | _NEUTRAL_IN_BACKBONE if of_backbone else _NEUTRAL:
-        arguments.pop(name, None)
-    router_loss = arguments.pop("output_router_logits", False)
-    router_loss = router_loss or getattr(base.config.get_text_config(), "output_router_logits", False)
-    input_ids = arguments.pop("input_ids", None)
-    labels = arguments.pop("labels", None)
-    mask = arguments.pop("attention_mask", None)
-    num_items = arguments.pop("num_items_in_batch", None)
+    further = further_output(base, call.arguments) if call.of_backbone else None
+    if further is not None:
+        raise CannotPack(f"its caller asks for {further}")
+    neutral = _NEUTRAL | _NEUTRAL_IN_BACKBONE if call.of_backbone else _NEUTRAL
+    arguments = {}
+    for name, x in call.arguments.items():
+        if x is not None and x is not False and name not in neutral:
+            arguments[name] = x
+    batch = Batch(
+        input_ids=arguments.pop("input_ids", None),
+        attention_mask=arguments.pop("attention_mask", None),
+        labels=arguments.pop("labels", None),
+        num_images=call.instructions.num_images,
+        num_items=arguments.pop("num_items_in_batch", None),
+        router_loss=_needs_router_loss(base, arguments.pop("output_router_logits", False)),
+    )
     # Of a model of text alone, types of tokens are no marks of images.
-    takes_images = base.config.get_text_config() is not base.config
-    of_images = (*PER_IMAGE, *PER_TOKEN) if takes_images else ()
-    vision = {name: arguments.pop(name) for name in of_images if name in arguments}
-    # Some models pass their config's settings to their backbone.
-    arguments = {
-        name: x
-        for name, x in arguments.items()
-        if isinstance(x, torch.Tensor) or not hasattr(base.config, name) or getattr(base.config, name) != x
-    }
-    if arguments:
-        raise CannotPack(f"its forward takes {sorted(arguments)}, whose meaning on a packed row is not known")
-    if input_ids is None or input_ids.ndim != 2:
-        raise CannotPack("it takes input_ids of the shape (rows, tokens)")
-    if of_backbone:
-        if labels is not None:
-            raise CannotPack("its backbone takes labels, whose meaning is not known")
-    elif labels is None or labels.shape != input_ids.shape:
-        raise CannotPack("it takes labels of the shape of input_ids")
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape):
-        raise CannotPack(f"its attention mask has the shape {tuple(getattr(mask, 'shape', ()))}")
-    return Batch(input_ids, mask, labels, vision, num_images, bool(router_loss), num_items)
+    if base.config.get_text_config() is not base.config:
+        for name in (*PER_IMAGE, *PER_TOKEN):
+            if name in arguments:
+                batch.vision[name] = arguments.pop(name)
+    unknown = sorted(name for name, x in arguments.items() if not _is_setting(base, name, x))
+    if unknown:
+        raise CannotPack(f"its forward takes {unknown}, whose meaning on a packed row is not known")
+    reason = _misfit(batch, call.of_backbone)
+    if reason is not None:
+        raise CannotPack(reason)
+    if call.instructions.tokens_per_pass is not None:  # a part of a batch has no router loss
+        batch.router_loss = False
+    return batch
+
+
+def _needs_router_loss(base: PreTrainedModel, asked: Any) -> bool:
+    """Whether a call asks for router logits, or the config does."""
+    return bool(asked or getattr(base.config.get_text_config(), "output_router_logits", False))
+
+
+def _is_setting(base: PreTrainedModel, name: str, x: Any) -> bool:
+    """Whether an argument is a setting of the config, which some models pass to their backbone."""
+    if isinstance(x, torch.Tensor) or not hasattr(base.config, name):
+        return False
+    return getattr(base.config, name) == x
+
+
+def _misfit(batch: Batch, of_backbone: bool) -> str | None:
+    """Returns which tensor of a batch is missing or has another shape than expected; `None` if all are as expected."""
+    ids, mask, labels = batch.input_ids, batch.attention_mask, batch.labels
+    if ids is None or ids.ndim != 2:
+        return "it takes input_ids of the shape (rows, tokens)"
+    if of_backbone and labels is not None:
+        return "its backbone takes labels, whose meaning is not known"
+    if not of_backbone and (labels is None or labels.shape != ids.shape):
+        return "it takes labels of the shape of input_ids"
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
+        return f"its attention mask has the shape {tuple(getattr(mask, 'shape', ()))}"
+    return None
 
 
 def further_output(base: PreTrainedModel, arguments: dict[str, Any]) -> str | None:

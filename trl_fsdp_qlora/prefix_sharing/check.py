@@ -1,7 +1,7 @@
-"""`verify`: a few rows of a batch computed packed and as in stock TRL; what differs.
+"""`compare_rows`: a few rows of a batch computed packed and as in stock TRL; what differs.
 
-It is called before the first packed pass of each kind. Log-probabilities are compared, or [`projections`] of hidden
-states, which are numbers of the same size; and the gradients of a random sum of them.
+It is called before the first packed pass of each type, and for [`verify.verify`]. Log-probabilities are compared, or
+[`projections`] of hidden states, which are numbers of the same size; and the gradients of a random sum of them.
 
 In float32 the two ways agree to a few units in the last place, and fixed limits decide. In half precision (or TF32)
 single tokens differ by hundredths of a nat, and the model decides by how much. So beyond the fixed limits stock is
@@ -15,8 +15,10 @@ Suffixes of shapes: B rows of a batch, R compared rows, C values of a row, L tok
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,14 +27,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .batch import Batch, Sequences
-from .dropout import without_dropout
+from .batch import Batch, Call, Sequences
 from .forest import sort_by_prefix
 from .packed_model import PackedModel
 from .passes import Forward
 from .problems import CannotPack, is_out_of_memory, reason_of
 from .ranks import reduced_over_ranks
 from .row import PassRecord
+from .unseen import Unseen
 
 # Number of rows to compare: more in half precision, because a single token proves little.
 ROWS_FP32 = 4
@@ -56,41 +58,82 @@ MOST_PER_TOKEN = 1.0
 MISSING_BELOW = -0.5
 
 
-def verify(
-    packed_model: PackedModel,
-    stock: Callable[..., ModelOutput],
-    batch: Batch,
-    sequences: Sequences,
-    tokens_per_pass: int | None = None,
-) -> list[str]:
-    """Compute a few rows of a batch both ways and compare; gradients, too, if they are recorded.
+@dataclass(eq=False)
+class Request:
+    """Asks the next call of a model for a comparison, and gets what differs.
+
+    Attributes:
+        gradients: whether gradients are compared, too.
+        is_of_user: whether [`verify.verify`] asks, and not the first pass of a type.
+        differences: what differs; `None` if nothing was compared.
+        reason: why nothing was compared.
+    """
+
+    gradients: bool
+    is_of_user: bool = False
+    differences: list[str] | None = None
+    reason: str = "no call reached a model that shares prompts"
+
+    @contextlib.contextmanager
+    def noting_why(self) -> Iterator[None]:
+        """Ends the block at [`CannotPack`], and notes it. Outside of a comparison the pass itself logs the reason."""
+        try:
+            yield
+        except CannotPack as error:
+            self.reason = str(error)
+
+
+# A request goes through the model's root module and all wrappers, whose arguments it must not change.
+_request: ContextVar[Request | None] = ContextVar("request", default=None)
+
+
+@contextlib.contextmanager
+def requested(request: Request) -> Iterator[None]:
+    """Inside the block the first call of a model in this thread answers a request."""
+    token = _request.set(request)
+    try:
+        yield
+    finally:
+        _request.reset(token)
+
+
+def take_request() -> Request | None:
+    """Returns the request that this call has to answer. Calls inside of it get none."""
+    request = _request.get()
+    if request is not None:
+        _request.set(None)
+    return request
+
+
+def compare_rows(packed_model: PackedModel, call: Call, batch: Batch, sequences: Sequences) -> list[str]:
+    """Compute a few rows of a call both ways and compare; gradients, too, if they are recorded.
 
     Ranks that compare together all call this. A rank whose packed forward fails still computes its padded rows,
     because the other ranks' forwards may be collective.
 
     Args:
-        packed_model: the model that is compared. If gradients are recorded, its parameters get some.
-        stock: the model's forward as in stock TRL, or its backbone's for a batch without labels. The model is its
-            first argument.
-        batch, sequences: the batch that is about to be computed, on the device and on the host.
-        tokens_per_pass: limit of the pass, if it has one.
+        packed_model: the model that is compared.
+        call: of the model or of its backbone.
+        batch, sequences: the rows of the call, on the device and on the host.
 
     Returns:
         What differs, alike on all ranks that compare together.
     """
-    base = packed_model.base
     device = batch.input_ids.device
-    unit = rounding_unit(base, device)
-    rows = compared_rows(packed_model, batch, sequences, ROWS_HALF if unit else ROWS_FP32, tokens_per_pass)
+    unit = rounding_unit(packed_model.base, device)
+    most = ROWS_HALF if unit else ROWS_FP32
+    rows = compared_rows(packed_model, batch, sequences, most, call.instructions.tokens_per_pass)
     sample = shortened(batch.rows(rows), sequences.rows(rows), packed_model.facts.longest_window)
     # Each rank computes as many rows: its own again, if another rank has more. A single row is taken twice, so that
     # something is shared.
-    (count,) = reduced_over_ranks([max(2, len(sample.input_ids))], device)
-    sample = replace(sample.rows(np.resize(np.arange(len(sample.input_ids)), int(count))), router_loss=False)
+    own_count = len(sample.input_ids)
+    (count,) = reduced_over_ranks([max(2, own_count)], device)
+    sample = sample.rows(np.resize(np.arange(own_count), int(count)))
+    sample = replace(sample, router_loss=False)
     # A hook of the user's own may draw, and the run's next numbers must be those of stock.
     cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with without_dropout(base), packed_model.images.in_every_forward(), torch.random.fork_rng(cards):
-        return _compare(packed_model, stock, sample, unit)
+    with packed_model.images.in_every_forward(), torch.random.fork_rng(cards):
+        return _compare(packed_model, call.stock, sample, unit)
 
 
 def projections(hidden_BLH: torch.Tensor) -> torch.Tensor:
@@ -172,11 +215,12 @@ def shortened(batch: Batch, sequences: Sequences, window: int) -> Batch:
     else:
         parts_at_B = sequences.scored_BL.argmax(1) + sequences.offsets_B
     first = max(0, min(int(parts_at_B.min()) - most // 2, width - most))
-    tensors = {name: None if x is None else x[:, first : first + most] for name, x in batch.of_tokens().items()}
-    vision = {
-        name: x[:, first : first + most] if isinstance(x, torch.Tensor) and x.shape == batch.input_ids.shape else x
-        for name, x in batch.vision.items()
-    }
+    columns = slice(first, first + most)
+    tensors: dict = {name: None if x is None else x[:, columns] for name, x in batch.of_tokens().items()}
+    vision = dict(batch.vision)
+    for name, x in vision.items():
+        if isinstance(x, torch.Tensor) and x.shape == batch.input_ids.shape:
+            vision[name] = x[:, columns]
     cut = replace(batch, vision=vision, **tensors)
     wanted_B = cut.is_wanted().any(1).cpu().numpy()
     return cut.rows(np.flatnonzero(wanted_B)) if wanted_B.any() else cut
@@ -189,39 +233,39 @@ def _compare(packed_model: PackedModel, stock: Callable[..., ModelOutput], sampl
     """Returns what differs between one packed forward of some rows and a padded forward of each.
 
     The compared gradients are those of a sum over the wanted values with random weights. Each pass adds its gradients
-    with a sign, so there is never more than one copy of them.
+    with a sign, so there is never more than one sum of them.
     """
-    base = packed_model.base
     wanted_RC = sample.is_wanted()
     device = wanted_RC.device
-    of = "hidden states" if sample.labels is None else "log-probability"
+    values_are = "hidden states" if sample.labels is None else "log-probability"
     # Normal numbers, because the gradients of equal rows with opposite signs would cancel.
     random_RC = torch.randn(wanted_RC.shape, generator=torch.Generator().manual_seed(0)).to(device)
     weight_RC = torch.where(wanted_RC, random_RC, 0.0)
-    parameters = [x for x in base.parameters() if x.requires_grad] if torch.is_grad_enabled() else []
+    unseen = Unseen(trainable_parameters(packed_model.base))
 
     def values_of(output: ModelOutput, factor_RC: torch.Tensor) -> torch.Tensor:
-        """Returns the values of an output, after a backward that gives them these gradients."""
+        """Returns the values of an output, whose gradients are added to the sum."""
         values = projections(output.last_hidden_state) if sample.labels is None else output.log_probs
         values = values.to(device)  # TRL leaves them on the LM head's device, the last one of a model on several
         # Without an adapter a pass may have no gradient, although gradients are recorded.
         if torch.is_grad_enabled() and values.requires_grad:
-            (values * factor_RC).sum().backward()
+            unseen.add_gradients((values * factor_RC).sum())
         return values.detach()
 
     def packed(sign: float) -> torch.Tensor:
-        return values_of(_packed_output(packed_model, sample), sign * weight_RC)
+        with unseen:
+            return values_of(_packed_output(packed_model, sample), sign * weight_RC)
 
     def padded(sign: float) -> torch.Tensor:
-        way = {"use_cache": False} if sample.labels is None else {"fused_lm_head": True}
-        rows = [sample.rows(np.array([number])) for number in range(len(weight_RC))]
-        of_rows = [
-            values_of(stock(base, **way, **row.arguments()), sign * weight_R1C)
-            for row, weight_R1C in zip(rows, weight_RC.split(1), strict=True)
-        ]
-        return torch.cat(of_rows)
+        options = {"use_cache": False} if sample.labels is None else {"fused_lm_head": True}
+        values = []
+        for number, weight_1C in enumerate(weight_RC.split(1)):
+            row = sample.rows(np.array([number]))
+            with unseen:
+                values.append(values_of(stock(**options, **row.arguments()), sign * weight_1C))
+        return torch.cat(values)
 
-    def added(sums: dict[str, float]) -> dict[str, float]:
+    def over_ranks(sums: dict[str, float]) -> dict[str, float]:
         return dict(zip(sums, reduced_over_ranks(list(sums.values()), device, "SUM"), strict=True))
 
     failure = None
@@ -229,26 +273,32 @@ def _compare(packed_model: PackedModel, stock: Callable[..., ModelOutput], sampl
     size = 0.0
     try:
         packed_RC = packed(1.0)
-        size = _squared_norm(parameters)
+        size = unseen.squared_norm()
     except Exception as error:
         if is_out_of_memory(error):
             raise
         failure = reason_of(error)
     padded_RC = padded(-1.0)
-    gradient = {"gradient": _squared_norm(parameters), "size": size}
-    sums = added({"failed": failure is not None, **statistics(packed_RC, padded_RC, wanted_RC), **gradient})
+    sums = statistics(packed_RC, padded_RC, wanted_RC)
+    sums |= {"failed": failure is not None, "gradient": unseen.squared_norm(), "size": size}
+    sums = over_ranks(sums)
     if sums["failed"]:
         return [failure or "another rank's packed pass failed"]
-    faults = differences(sums, None, LIMITS_HALF if unit else LIMITS_FP32, of)
+    faults = differences(sums, None, LIMITS_HALF if unit else LIMITS_FP32, values_are)
     if not faults or not unit:
         return faults
     # This can only raise the limits, so it is not measured before.
     packed(-1.0)  # the negative padded gradient remains
-    with _moved_by_rounding(base.get_input_embeddings(), unit):
+    with _moved_by_rounding(packed_model.base.get_input_embeddings(), unit):
         moved_RC = padded(1.0)
-    gradient = {"gradient": _squared_norm(parameters), "size": size}
-    moved = added({**statistics(moved_RC, padded_RC, wanted_RC), **gradient})
-    return differences(sums, moved, LIMITS_HALF, of)
+    moved = statistics(moved_RC, padded_RC, wanted_RC)
+    moved |= {"gradient": unseen.squared_norm(), "size": size}
+    return differences(sums, over_ranks(moved), LIMITS_HALF, values_are)
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of a model whose gradients are recorded now."""
+    return [x for x in model.parameters() if x.requires_grad] if torch.is_grad_enabled() else []
 
 
 def _packed_output(packed_model: PackedModel, rows: Batch) -> ModelOutput:
@@ -257,14 +307,15 @@ def _packed_output(packed_model: PackedModel, rows: Batch) -> ModelOutput:
     A layer that cannot be computed records the reason instead of raising, so that this rank reaches every collective.
     """
     sequences = packed_model.read(rows)
-    record = PassRecord(problems=[])
+    problems: list[str] = []
+    record = PassRecord(problems=problems)
     output = packed_model.run(rows, Forward(sequences, packed_model.build_forest(sequences), record=record))
     calls = len(record.layer_calls)
     layers = packed_model.facts.layers
     if not calls or calls % layers:  # differential attention calls its function twice a layer
-        record.problems.append(f"prefix-aware layers ran {calls} times in a forward of {layers}")
-    if record.problems:
-        raise CannotPack(record.problems[0])
+        problems.append(f"prefix-aware layers ran {calls} times in a forward of {layers}")
+    if problems:
+        raise CannotPack(problems[0])
     return output
 
 
@@ -322,8 +373,11 @@ def _relative(sums: dict[str, float]) -> dict[str, float]:
 def _moved_by_rounding(embeddings: nn.Module, unit: float) -> Iterator[None]:
     """Inside the block the output of `embeddings` is changed at random by a relative amount of about `unit`."""
     generator = torch.Generator().manual_seed(0)
+    thread = threading.get_ident()
 
     def move(module, args, output):
+        if threading.get_ident() != thread:  # which may train the same model
+            return output
         # An outer product, because a random number for each entry would be as large as the output.
         sign_L1 = torch.randint(0, 2, (output.shape[-2], 1), generator=generator) * 2.0 - 1.0
         change_H = unit * torch.randn(output.shape[-1], generator=generator)
@@ -334,11 +388,3 @@ def _moved_by_rounding(embeddings: nn.Module, unit: float) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _squared_norm(parameters: list[nn.Parameter]) -> float:
-    """The squared norm of all gradients together."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # Summed in float32 without a copy in a wider type: the gradient of an embedding has gigabytes.
-    dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
-    return sum(float(torch.linalg.vector_norm(grad, dtype=dtype)) ** 2 for grad in grads)

@@ -10,17 +10,18 @@ its call, see [`attention.call.AttentionCall`].
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compat.signatures import is_of_library
 from .attention.backends import LAYER_TYPES as ATTENTION
-from .attention.implementation import implementation_of
+from .attention.implementation import BASES, implementation_of
 from .dropout import ATTENTION_NAMES, attention_reason
 from .recurrent.kinds import LAYER_TYPES as RECURRENT
 from .recurrent.kinds import continues_from_states, recurrent_layers
@@ -104,6 +105,8 @@ def setting(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
     return getattr(config, name, default)
 
 
+# Functions that libraries replace in the files of transformers' models.
+_FUNCTIONS_OF_ATTENTION = ("eager_attention_forward", "apply_rotary_pos_emb")
 # The dicts in which a module keeps its hooks. Those of all modules of the process are named alike.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -115,8 +118,10 @@ class Stamp:
     A model with another stamp is read and compared again.
 
     Attributes:
-        structure: changes with the attention implementation, with modules that are added or replaced (an adapter,
-            torch's `checkpoint_wrapper`), with forwards that are replaced, and with dropout.
+        structure: changes with the attention implementation and the functions behind it; with modules that are added
+            or replaced (an adapter, torch's `checkpoint_wrapper`); with forwards that are replaced, of a module or of
+            its class; with dropout; and with the settings by which a model's attention or its rotary tables see more
+            than earlier tokens.
         hooks: changes with hooks of the user's own, which may be put on by one rank alone.
     """
 
@@ -124,9 +129,14 @@ class Stamp:
     hooks: int
 
 
+# Attributes of an attention layer by which it may attend to later tokens, or draw.
+_OF_ATTENTION = ("is_causal", *sorted(ATTENTION_NAMES))
+
+
 def stamp(model: PreTrainedModel) -> Stamp:
-    """Returns the stamp of a model without wrappers."""
-    facts: list[Any] = [implementation_of(model)]
+    """Returns the stamp of a model without wrappers. It is taken before each pass, so it has to be cheap."""
+    facts: list[Any] = []
+    classes: dict[type[torch.nn.Module], None] = {}
     hooks: list[int] = []
     for name in _HOOKS:
         hooks += _hooks_of_user(getattr(torch.nn.modules.module, f"_global{name}"))
@@ -135,22 +145,51 @@ def stamp(model: PreTrainedModel) -> Stamp:
     while to_visit:
         module = to_visit.pop()
         fields = vars(module)
+        module_class = type(module)
+        classes[module_class] = None
+        facts.append(module)
+        facts.append(module_class)
         if module is not model:  # the model's own forward is ours
-            facts.append(type(module))
             if "forward" in fields:
                 facts.append(fields["forward"])
             for name in _HOOKS:
                 if fields[name]:
                     hooks += _hooks_of_user(fields[name])
         if "layer_idx" in fields:
-            facts += (fields[name] for name in ATTENTION_NAMES if isinstance(fields.get(name), float))
+            facts += [fields[name] for name in _OF_ATTENTION if isinstance(fields.get(name), (bool, float))]
         elif isinstance(fields.get("p"), float):  # a `Dropout`
             facts.append(fields["p"])
+        elif _ROTARY_TYPE in fields:
+            facts.append(_switch_of_module(module))
         for child in fields["_modules"].values():
             if child is not None and child not in seen:
                 seen.add(child)
                 to_visit.append(child)
+    facts += [module_class.forward for module_class in classes]
+    facts += _attention_functions(model, classes)
+    facts += _settings(model)
     return Stamp(hash(tuple(facts)), hash(tuple(hooks)))
+
+
+def _attention_functions(model: PreTrainedModel, classes: Iterable[type]) -> list[Any]:
+    """Returns the name of the attention implementation, and the functions that compute attention and its positions.
+
+    They are entries of transformers' registry, and functions of the files in which the modules' classes are.
+    """
+    name = implementation_of(model)
+    base = BASES.get(name, name)
+    functions: list[Any] = [name, ALL_ATTENTION_FUNCTIONS.get(base)]
+    for file_name in dict.fromkeys(module_class.__module__ for module_class in classes):
+        file = vars(sys.modules[file_name]) if file_name in sys.modules else {}
+        functions += [file.get(function) for function in _FUNCTIONS_OF_ATTENTION]
+    return functions
+
+
+def _settings(model: PreTrainedModel) -> list[Any]:
+    """Returns what of a config may be changed later, and is read by [`unsupported_reason`] and [`position_limit`]."""
+    text = model.config.get_text_config(decoder=True)
+    settings = [setting(text, name) for name in ("alibi", "is_causal", "use_bidirectional_attention")]
+    return [*settings, longest_window(text), _switch(text)]
 
 
 def _hooks_of_user(hooks: dict[int, Callable]) -> list[int]:
@@ -219,11 +258,34 @@ def position_limit(model: PreTrainedModel) -> float:
     "dynamic" and "longrope" tables change with the longest position. A packed row has no padding, so its longest
     position may be smaller than that of stock's padded rows.
     """
-    config = model.config.get_text_config(decoder=True)
+    limits = [_switch(model.config.get_text_config(decoder=True))]
+    for module in model.modules():
+        if _ROTARY_TYPE in vars(module):
+            limits.append(_switch_of_module(module))
+    return min(limits)
+
+
+# The attribute in which transformers' rotary modules keep the type of their tables.
+_ROTARY_TYPE = "rope_type"
+
+
+def _switch_of_module(module: torch.nn.Module) -> float:
+    """Returns the position at which the tables of a rotary module change. It read its config when it was made."""
+    config = getattr(module, "config", None)
+    if config is None:
+        return float("inf")
+    return _switch(config, vars(module).get("original_max_seq_len"))
+
+
+def _switch(config: PreTrainedConfig, longest: int | None = None) -> float:
+    """Returns the position at which rotary tables of a config change; infinity if they do not.
+
+    `longest` is the length of rows for which dynamic tables were made, if it is not the config's.
+    """
     rope = setting(config, "rope_parameters") or {}
     tables = [value for value in rope.values() if isinstance(value, dict)] or [rope]  # one per type of layer, or one
     limits = [float("inf")]
     for table in tables:
         if table.get("rope_type") in ("dynamic", "longrope"):
-            limits.append(table.get("original_max_position_embeddings") or config.max_position_embeddings)
+            limits.append(table.get("original_max_position_embeddings") or longest or config.max_position_embeddings)
     return min(limits)

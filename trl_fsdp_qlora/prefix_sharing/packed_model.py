@@ -9,7 +9,6 @@ Suffixes of shapes: B rows of a batch, L columns, T tokens of the packed row, N 
 E experts.
 """
 
-import copy
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -67,7 +66,7 @@ class PackedModel:
     Attributes:
         base: the model.
         attention: `"auto"` or the name of the attention backend that computes every layer.
-        lm_head_kernel, entropy_gradient: see [`sharing.install_sharing`].
+        lm_head_kernel, entropy_gradient: see [`sharing.SharingOptions`].
         facts: what it is.
         images: images in its prompts.
 
@@ -98,15 +97,6 @@ class PackedModel:
             from .recurrent.layers import remove as remove_recurrent
 
             remove_recurrent(self.base)
-
-    def on(self, base: PreTrainedModel) -> "PackedModel":
-        """Returns the same for a copy of the model."""
-        packed_model = copy.copy(self)
-        packed_model.base = base
-        packed_model.images = copy.copy(self.images)
-        packed_model.images.model = base
-        packed_model.images.inner = base.base_model
-        return packed_model
 
     # --- read --------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,34 @@
-"""Why something cannot be computed on packed rows."""
+"""What runs as in stock TRL, and why."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import torch
+
+
+class PassType(NamedTuple):
+    """What distinguishes passes that are compared with stock TRL's one by one.
+
+    Attributes:
+        gradients: whether gradients are recorded.
+        images: whether some rank's batch has images.
+        hidden_states: whether last hidden states are returned, and not the scores of labels.
+    """
+
+    gradients: bool
+    images: bool
+    hidden_states: bool = False
+
+
+class Scope(StrEnum):
+    """What runs as in stock TRL; the value begins the line of the log."""
+
+    MODEL = "The model runs padded as in stock TRL"
+    BATCH = "A batch runs padded as in stock TRL"
+    IMAGES = "Batches with images run padded as in stock TRL"
+    RANK = "This rank runs padded as in stock TRL"
+    STEP = "Prompts are computed once per micro-batch, and not once per optimizer step"
 
 
 @dataclass(eq=False)
@@ -12,21 +37,41 @@ class Status:
 
     Attributes:
         stamp: of the model that this is about, see [`facts.Stamp`]; `None` if it does not matter what the model is.
-        reason: why all passes run as in stock TRL; `None` if they run packed.
-        images: why batches with images do.
-        here: why all passes of this rank do.
-        apart: why each pass computes its own beginnings; `None` if passes may share them.
-        compared: the kinds of passes that were found equal to stock TRL's, as `(gradients, images)`: whether gradients
-            are recorded, and whether some rank's batch has images. Those for last hidden states have
-            `"last hidden states"` as their third part.
+        reasons: why something runs as in stock TRL.
+        compared: the types of passes that were found equal to stock TRL's.
     """
 
     stamp: Any = None
-    reason: str | None = None
-    images: str | None = None
-    here: str | None = None
-    apart: str | None = None
-    compared: set[tuple] = field(default_factory=set)
+    reasons: dict[Scope, str] = field(default_factory=dict)
+    compared: set[PassType] = field(default_factory=set)
+
+    @classmethod
+    def as_stock(cls, reason: str) -> "Status":
+        """Returns the status of a model all of whose passes run as in stock TRL."""
+        return cls(reasons={Scope.MODEL: reason})
+
+    @property
+    def packs(self) -> bool:
+        """Whether passes run packed."""
+        return Scope.MODEL not in self.reasons
+
+    def reason(self, *scopes: Scope) -> str | None:
+        """Returns why one of these runs as in stock TRL, or `None`."""
+        return next((self.reasons[scope] for scope in scopes if scope in self.reasons), None)
+
+    def note_equal(self, passes: PassType) -> None:
+        """Note that passes of a type were found equal to stock TRL's.
+
+        Equal gradients prove equal values, and rows with images prove those without.
+        """
+        for gradients in {False, passes.gradients}:
+            for images in {False, passes.images}:
+                self.compared.add(PassType(gradients, images, passes.hidden_states))
+
+    def needs_no_comparison(self, gradients: bool, hidden_states: bool) -> bool:
+        """Whether passes were compared, with images if the model takes any."""
+        images = Scope.IMAGES not in self.reasons
+        return PassType(gradients, images, hidden_states) in self.compared
 
 
 class CannotPack(ValueError):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..compat.fake_tensors import device_type
 from ..scoring.transfer import to_device
 from .batch import Sequences
 from .forest import Forest
@@ -135,9 +136,9 @@ class PackedRow:
         return flat.index_copy_(0, self.scatter_index_N, values_N).unflatten(0, self.results)
 
 
-def row_multiple(device: torch.device) -> int:
+def row_multiple(input_ids: torch.Tensor) -> int:
     """Returns the number to a multiple of which a row's tokens and labels are filled up."""
-    return ROW_MULTIPLE if device.type == "cuda" else 1
+    return ROW_MULTIPLE if device_type(input_ids) == "cuda" else 1
 
 
 def lay_out(
@@ -168,7 +169,7 @@ def lay_out(
         last_columns: without labels, number K of last columns whose tokens have results; 0 for all.
     """
     rows, width = input_ids.shape
-    multiple = row_multiple(input_ids.device)
+    multiple = row_multiple(input_ids)
     if forest.tokens < shortest:
         multiple = max(multiple, shortest)
     row_T, depth_T = _sources(forest)

@@ -1,14 +1,15 @@
-"""`share_prompts`: one line for a model, or for a trainer's models.
+"""`share_prompts` and `unshare_prompts`: one line for a model, or for a trainer's models.
 
 `sharing.py` does it for one model.
 """
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ..errors import PrefixSharingError
-from .sharing import install_sharing
+from .sharing import SharingOptions, install_sharing
 
 Shared = TypeVar("Shared")
 
@@ -23,18 +24,16 @@ def share_prompts(
 ) -> Shared:
     """Compute equal beginnings of a batch's rows once.
 
-        trainer = trl.DPOTrainer(...)
-        share_prompts(trainer)
-
     This changes every call of a model with `fused_lm_head=True`, and every call of a model or of its backbone for
     logits, classes, a loss or last hidden states, that neither reads a cache nor returns one. It changes nothing of a
     trainer.
 
     Such a call returns what it returned before, equal up to rounding at every position that the attention mask keeps.
     Last hidden states are zero at the others. A call that asks for more (`generate`, a cache, all hidden states) runs
-    the model's own forward. Calling `share_prompts` twice changes nothing, and `attention="off"` takes everything
-    back: the forwards, the head if it was added here, the attention implementation, the recurrent layers' forwards and
-    the hooks.
+    the model's own forward. Calling `share_prompts` twice changes nothing. [`unshare_prompts`], or
+    `attention="off"`, takes everything back: the forwards, the head if it was added here, the attention
+    implementation, the recurrent layers' forwards and the hooks. The first training pass of a trainer's model is
+    logged: how many of the padded tokens it computed.
 
     Args:
         shared: a model, or a trainer of transformers' or TRL's. A model is a causal language model or a classifier as
@@ -57,15 +56,36 @@ def share_prompts(
     Raises:
         PrefixSharingError: `shared` is neither a model nor a trainer, `attention` is not known, or the backend that it
             names cannot serve this model.
+
+    Example:
+
+    ```python
+    from trl import DPOTrainer
+    from trl_fsdp_qlora import share_prompts
+
+    trainer = DPOTrainer("Qwen/Qwen3-0.6B", train_dataset=dataset)
+    share_prompts(trainer)
+    trainer.train()
+    ```
     """
-    models = models_of(shared)
-    for model in models:
-        sharing = install_sharing(
-            model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
-        )
-        if attention != "off" and model is not models[0]:
-            sharing.returns_no_cache = True
+    options = SharingOptions(attention, temperature, outputs, lm_head_kernel)
+    trained_model, *references = models_of(shared)
+    install_sharing(trained_model, replace(options, reports=trained_model is not shared))
+    for reference in references:
+        install_sharing(reference, replace(options, returns_no_cache=True))
     return shared
+
+
+def unshare_prompts(shared: Shared) -> Shared:
+    """Take back what [`share_prompts`] put on a model, or on a trainer's models. A wrapper put on later stays.
+
+    Returns:
+        `shared`, which computes what it computed before.
+
+    Raises:
+        PrefixSharingError: `shared` is neither a model nor a trainer.
+    """
+    return share_prompts(shared, attention="off")
 
 
 def models_of(shared: Any) -> list[nn.Module]:

@@ -10,12 +10,10 @@ CONTRIBUTING.md, "Following a batch", has the way of a call through the files of
 """
 
 import contextlib
-import itertools
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,19 +23,21 @@ from transformers.utils import ModelOutput
 
 from ..compat.peft import is_peft, looks_beyond_tokens
 from ..errors import PrefixSharingError
+from ..scoring import cpu_linear
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
-from .batch import Batch, Sequences, batch_of
+from .batch import Batch, Call, Sequences, batch_of
+from .check import Request, compare_rows, take_request
 from .dropout import noise_reason
 from .facts import stamp
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
 from .passes import Forward, Plan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
-from .problems import CannotPack, Status
+from .problems import CannotPack, PassType, Scope, Status
 from .ranks import deciding_alone, is_sharded, reduced_over_ranks
 from .row import PassRecord
 from .wrapped_backbone import WrappedBackbone
-from .wrapped_forward import ATTRIBUTE, Instructions, WrappedForward
+from .wrapped_forward import ATTRIBUTE, WrappedForward
 
 logger = logging.getLogger(__name__)
 
@@ -47,34 +47,46 @@ CHOICES = ("auto", "off", *BACKENDS)
 LEAST_SAVED = 0.05
 
 
-def install_sharing(
-    model: nn.Module,
-    *,
-    attention: str = "auto",
-    temperature: float = 1.0,
-    outputs: tuple[str, ...] = ("log_probs", "entropy"),
-    lm_head_kernel: str = "auto",
-    entropy_gradient: bool = True,
-    compares: bool = True,
-) -> "PromptSharing":
+@dataclass(frozen=True)
+class SharingOptions:
+    """How a model shares prompts.
+
+    Attributes:
+        attention, temperature, outputs, lm_head_kernel: see [`trl_fsdp_qlora.prefix_sharing.share.share_prompts`].
+        entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
+        compares: whether the first pass of each type is compared with stock TRL's.
+        reports: whether the first packed pass with gradients is logged.
+        returns_no_cache: whether calls that do not ask for a cache return none: a call that returns one runs as in
+            stock TRL.
+    """
+
+    attention: str = "auto"
+    temperature: float = 1.0
+    outputs: tuple[str, ...] = ("log_probs", "entropy")
+    lm_head_kernel: str = "auto"
+    entropy_gradient: bool = True
+    compares: bool = True
+    reports: bool = False
+    returns_no_cache: bool = False
+
+
+def install_sharing(model: nn.Module, options: SharingOptions = SharingOptions()) -> "PromptSharing":
     """Let a model compute equal beginnings of a batch's rows once, or take that back with `attention="off"`.
 
-    Args:
-        model, attention, temperature, outputs, lm_head_kernel: see
-            [`trl_fsdp_qlora.prefix_sharing.share.share_prompts`].
-        entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
-        compares: whether the first pass of each kind is compared with stock TRL's.
+    Raises:
+        PrefixSharingError: see [`trl_fsdp_qlora.prefix_sharing.share.share_prompts`].
     """
+    attention = options.attention
     if attention not in CHOICES:
         raise PrefixSharingError(f"prefix_sharing={attention!r} is not known; use one of {', '.join(CHOICES)}")
     base = causal_language_model(model)
     sharing = vars(base).get(ATTRIBUTE) or PromptSharing(base)
-    sharing.configure(model, attention, lm_head_kernel, entropy_gradient, compares)
+    sharing.configure(model, options)
     if attention == "off":
         sharing.remove()
     else:
         setattr(base, ATTRIBUTE, sharing)
-        sharing.wrapped_forward.put_on(temperature, outputs)
+        sharing.wrapped_forward.put_on(options.temperature, options.outputs)
     return sharing
 
 
@@ -84,12 +96,6 @@ def causal_language_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if is_peft(model) else model
 
 
-def _kinds(gradients: set[bool], images: set[bool], of_backbone: bool) -> set[tuple]:
-    """Returns kinds of passes, see [`problems.Status`]."""
-    returned = ["last hidden states"] if of_backbone else []
-    return {(*kind, *returned) for kind in itertools.product(gradients, images)}
-
-
 class PromptSharing:
     """Answers calls of a model's fused forward and of its backbone's, see the module docstring.
 
@@ -97,8 +103,8 @@ class PromptSharing:
         base: the causal language model, without wrappers.
         wrapped_forward, wrapped_backbone: what lets it answer the model's fused calls, and the calls of its backbone.
         packed_model: the same model with layers for packed rows; `None` if it cannot have them.
-        attention, compares: see [`install_sharing`].
-        status: what is known of the model as it is now.
+        options: see [`SharingOptions`].
+        status: what is known of the model as it is now, and what of it runs as in stock TRL.
         figures: what the last call of the model computed; empty if it ran as in stock TRL.
     """
 
@@ -107,32 +113,34 @@ class PromptSharing:
         self.wrapped_forward = WrappedForward(base)
         self.wrapped_backbone = WrappedBackbone(base)
         self.packed_model: PackedModel | None = None
-        self.attention = "off"
+        self.options = SharingOptions(attention="off")
         self.status = Status()
         self.figures = PassRecord()
-        # Whether calls that do not ask for a cache return none: a call that returns one runs as in stock TRL.
-        self.returns_no_cache = False
         self._logged: set[str] = set()
+        self._has_reported = False
+
+    @property
+    def _packed(self) -> PackedModel:
+        """The packed model of a status that packs."""
+        assert self.packed_model is not None
+        return self.packed_model
 
     # --- once -------------------------------------------------------------------------------------------------------
 
-    def configure(
-        self, model: nn.Module, attention: str, lm_head_kernel: str, entropy_gradient: bool, compares: bool
-    ) -> None:
+    def configure(self, model: nn.Module, options: SharingOptions) -> None:
         """Give the model layers that can compute packed rows, once.
 
         Raises:
             PrefixSharingError: a backend was named that cannot serve the model.
         """
-        if attention != self.attention:
+        if options.attention != self.options.attention:
             # Another backend may compute what the last one could not, and has to be compared, too.
             self.status = Status(self.status.stamp)
-        self.attention = attention
-        self.compares = compares
-        self._of_head = lm_head_kernel, entropy_gradient
-        if attention == "off":
-            self.status = Status(reason="switched off")
+        self.options = options
+        if options.attention == "off":
+            self.status = Status.as_stock("switched off")
             return
+        cpu_linear.put_on(self.base)
         try:
             reason = looks_beyond_tokens(model)
             if reason is not None:
@@ -142,17 +150,20 @@ class PromptSharing:
         except (ValueError, ImportError) as error:
             # A named backend raises. Later passes run as in stock TRL in any case, because no layer was installed.
             self.wrapped_backbone.take_off()
-            self.status = Status(reason=str(error))
-            self.disable(str(error))
+            self.status = Status.as_stock(str(error))
+            self.refuse(Scope.MODEL, str(error))
 
     def _prepare(self) -> None:
         """Give the model layers for packed rows, or settings for those that it has."""
+        cpu_linear.put_on(self.base)  # an adapter has new layers
         if self.packed_model is None or self.packed_model.facts.stamp != self.status.stamp:
             self.packed_model = PackedModel(self.base)
             self.status = Status(self.packed_model.facts.stamp)
-        self.status.images = self.status.images or self.packed_model.images.reason
-        self.packed_model.attention = self.attention
-        self.packed_model.lm_head_kernel, self.packed_model.entropy_gradient = self._of_head
+        if self.packed_model.images.reason is not None:
+            self.status.reasons.setdefault(Scope.IMAGES, self.packed_model.images.reason)
+        self.packed_model.attention = self.options.attention
+        self.packed_model.lm_head_kernel = self.options.lm_head_kernel
+        self.packed_model.entropy_gradient = self.options.entropy_gradient
 
     @not_compiled
     def look_at_model(self) -> None:
@@ -163,29 +174,34 @@ class PromptSharing:
         rows. All ranks make the same changes, except that one rank may put on hooks: it runs as in stock TRL then,
         because a comparison is collective.
         """
-        status = self.status
-        if status.stamp is None:
+        if self.status.stamp is None:
             return
+        self._look_at_stamp()
+        if not self.status.packs:
+            return
+        reason = noise_reason(self.base) or looks_beyond_tokens(self.base)
+        if reason is None and self._packed.facts.is_recurrent and not self.status.compared:
+            from .recurrent.layers import gathered_per_call
+
+            reason = gathered_per_call(self.base)  # wrappers that are put on later change the stamp
+        if reason is not None:
+            self.refuse(Scope.MODEL, reason)
+
+    def _look_at_stamp(self) -> None:
+        """Read the model again if its stamp is another one."""
+        status = self.status
         now = stamp(self.base)
         has_ranks = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         if has_ranks and status.compared and now.structure == status.stamp.structure:
-            is_hooked = now.hooks != status.stamp.hooks
-            status.here = "a hook was put on after its passes were compared" if is_hooked else None
+            status.reasons.pop(Scope.RANK, None)
+            if now.hooks != status.stamp.hooks:
+                status.reasons[Scope.RANK] = "a hook was put on after its passes were compared"
         elif now != status.stamp:
             self.status = Status(now)
             try:
                 self._prepare()
             except (ValueError, ImportError) as error:
-                self.disable(str(error))
-        if not self.is_active:
-            return
-        reason = noise_reason(self.base) or looks_beyond_tokens(self.base)
-        if reason is None and self.packed_model.facts.is_recurrent and not self.checked:
-            from .recurrent.layers import gathered_per_call
-
-            reason = gathered_per_call(self.base)  # wrappers that are put on later change the stamp
-        if reason is not None:
-            self.disable(reason)
+                self.refuse(Scope.MODEL, str(error))
 
     def remove(self) -> None:
         """Take everything back that was put on the model. A wrapper that was put on later stays."""
@@ -193,60 +209,51 @@ class PromptSharing:
             return
         self.wrapped_forward.take_off()
         self.wrapped_backbone.take_off()
+        cpu_linear.take_off(self.base.modules())
         if self.packed_model is not None:
             self.packed_model.remove()
             self.packed_model = None
 
-    # --- questions of a trainer -------------------------------------------------------------------------------------
-
-    @property
-    def is_active(self) -> bool:
-        """Whether passes run packed."""
-        return self.status.reason is None
-
-    @property
-    def checked(self) -> set[tuple]:
-        """The kinds of passes that were found equal to stock TRL's, see [`problems.Status`]."""
-        return self.status.compared
-
-    def describe(self) -> str:
-        """Returns a line for a start-up report: whether passes run packed, or why not."""
-        # With a named backend an unsuitable wrapper raises, and all ranks have to raise together, in the first pass.
-        if self.attention == "auto":
-            self.look_at_model()
-        return f"prefix sharing: {self.attention if self.is_active else self.status.reason}"
-
-    def feature(self) -> tuple[str, str]:
-        """Returns heading and line for the start-up block, see `EfficientGRPOTrainer.features`."""
-        line = self.describe()
-        if self.is_active:
-            return "on", line
-        return "off" if self.attention == "off" else "as stock TRL", line
-
-    def original_attention(self) -> contextlib.AbstractContextManager:
-        """Inside this context the model has its own attention implementation, as generation expects it."""
-        return contextlib.nullcontext() if self.packed_model is None else original_attention(self.base)
-
-    def disable(self, reason: str) -> None:
-        """Let all further passes run as in stock TRL; raise if a backend was named, now and in further passes."""
-        self.fall_back("The model", reason)
-        self.status.reason = reason
+    # --- what runs as in stock TRL ----------------------------------------------------------------------------------
 
     @not_compiled
-    def fall_back(self, subject: str, reason: str) -> None:
-        """Log once why `subject`, a batch or the model, runs as in stock TRL; raise if a backend was named."""
-        line = f"{subject} runs padded as in stock TRL: {reason}"
-        if self.attention != "auto":
-            raise PrefixSharingError(
-                f"prefix_sharing={self.attention!r}: {line}; use prefix_sharing='auto' to allow that"
-            )
+    def refuse(self, scope: Scope, reason: str) -> None:
+        """Let something run as in stock TRL: log why, once, and note it if it is more than one batch.
+
+        Raises:
+            PrefixSharingError: a backend was named. It is used, or this is raised, now and in further passes.
+        """
+        line = f"{scope}: {reason}"
+        attention = self.options.attention
+        if scope is not Scope.STEP and attention != "auto":
+            raise PrefixSharingError(f"prefix_sharing={attention!r}: {line}; use prefix_sharing='auto' to allow that")
         self._log_once(line)
+        if scope is not Scope.BATCH:
+            self.status.reasons[scope] = reason
 
     @not_compiled
     def _log_once(self, line: str) -> None:
         if line not in self._logged:
             self._logged.add(line)
             logger.warning("%s.", line)
+
+    def describe(self) -> str:
+        """Returns a line for a start-up report: whether passes run packed, or why not."""
+        # With a named backend an unsuitable wrapper raises, and all ranks have to raise together, in the first pass.
+        if self.options.attention == "auto":
+            self.look_at_model()
+        return f"prefix sharing: {self.status.reason(Scope.MODEL) or self.options.attention}"
+
+    def feature(self) -> tuple[str, str]:
+        """Returns heading and line for the start-up block, see `EfficientGRPOTrainer.features`."""
+        line = self.describe()
+        if self.status.packs:
+            return "on", line
+        return "off" if self.options.attention == "off" else "as stock TRL", line
+
+    def original_attention(self) -> contextlib.AbstractContextManager:
+        """Inside this context the model has its own attention implementation, as generation expects it."""
+        return contextlib.nullcontext() if self.packed_model is None else original_attention(self.base)
 
     # --- passes of an optimizer step with common beginnings ----------------------------------------------------------
 
@@ -272,18 +279,18 @@ class PromptSharing:
             cannot keep shared beginnings.
         """
         self.look_at_model()
-        if not self.is_active or self.status.apart is not None:
+        if self.status.reason(Scope.MODEL, Scope.STEP) is not None:
             return None
         reason = cannot_keep_reason(self.base) or no_graph_reason(self.base)
         if reason is not None:
-            self.cannot_keep(reason)
+            self.refuse(Scope.STEP, reason)
             return None
-        rules = self.packed_model.pass_rules(batches[0].input_ids.device)
+        rules = self._packed.pass_rules(batches[0].input_ids.device)
         sequences = None
         if len({batch.input_ids.shape for batch in batches}) == 1:
             with contextlib.suppress(CannotPack):
                 sequences = self._read(*batches)
-        if any(rules.reduce([int(sequences is None)], "MAX")):
+        if any(rules.reduce([int(sequences is None)], "MAX")) or sequences is None:
             return None
         return plan_step(sequences, len(batches), rules, tokens_per_pass, one_by_one, default_limit, self._log_once)
 
@@ -291,170 +298,144 @@ class PromptSharing:
     @not_compiled
     def keeps_beginnings(self) -> bool:
         """Whether a beginning that several passes share can be computed once, see [`plan_step`]."""
-        return self.is_active and self.status.apart is None and cannot_keep_reason(self.base) is None
-
-    def cannot_keep(self, reason: str) -> None:
-        """Let each further pass compute its own beginnings."""
-        self.status.apart = reason
-        logger.warning("Prompts are computed once per micro-batch, and not once per optimizer step: %s.", reason)
+        return self.status.reason(Scope.MODEL, Scope.STEP) is None and cannot_keep_reason(self.base) is None
 
     # --- the comparison of first passes ------------------------------------------------------------------------------
 
     @not_compiled
-    def compare_with_stock(
-        self,
-        stock: Callable[..., ModelOutput],
-        arguments: dict[str, Any],
-        instructions: Instructions | None = None,
-        of_backbone: bool = False,
-    ) -> None:
-        """Compute a few rows of a call both packed and as in stock TRL, and compare, see [`check.verify`].
+    def compare_with_stock(self, call: Call) -> None:
+        """Compute a few rows of a call both packed and as in stock TRL, and compare, see [`check.compare_rows`].
 
-        This happens before the first call of each kind (with gradients, with images). If the results differ, calls run
-        as in stock TRL from then on. Nothing of the comparison is seen by another thread that trains the model,
-        because it works on a copy of the modules ([`private_copy`]).
+        This happens before the first call of each type, and if [`verify.verify`] asks for it. If the results differ,
+        calls run as in stock TRL from then on. Nothing else sees anything of a comparison, see [`unseen.Unseen`].
 
         If the model is sharded, its forwards are collective. So the ranks compare together as soon as all of them can
-        pack, and on the model itself, without gradients: a backward inside of a sharded forward would gather weights
-        in another order. Ranks of a trainer with [`Instructions`] compare together, too, because their plans have to
-        agree. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it decides alone.
-
-        Args:
-            stock: the fused forward of a model, or of its backbone, as in stock TRL. The model is its first argument.
-            arguments: of the call.
-            instructions: of the trainer. Passes with gradients follow a forward of a plan.
-            of_backbone: whether the backbone is called.
+        pack, and without gradients: a backward inside of a sharded forward would gather weights in another order.
+        Ranks of a trainer with instructions compare together, too, because their plans have to agree. Otherwise a rank
+        may be alone in this forward (an evaluation on the first rank), so it decides alone.
         """
-        if not self.compares or not self.is_active:
+        request = take_request()
+        if request is None:
+            gradients = torch.is_grad_enabled() or call.instructions.forward is not None
+            is_known = self.status.needs_no_comparison(gradients, call.of_backbone)
+            if is_known or not self.options.compares or not self.status.packs:
+                return
+            request = Request(gradients)
+        if self.packed_model is None:
+            request.reason = self.status.reason(Scope.MODEL) or request.reason
             return
-        is_alone = instructions is None
-        instructions = instructions or Instructions()
-        gradients = torch.is_grad_enabled() or instructions.forward is not None
-        if _kinds({gradients}, {False, self.status.images is None}, of_backbone) <= self.checked:
+        is_collective = request.is_of_user or call.instructions.of_trainer or is_sharded(self.base)
+        with contextlib.nullcontext() if is_collective else deciding_alone():
+            passes = self._answer(request, call, is_collective)
+        if request.differences is not None:
+            self._note(request, passes)
+
+    def _answer(self, request: Request, call: Call, is_collective: bool) -> PassType:
+        """Compare the rows of a call, together with all ranks that do, and return the type of its pass."""
+        batch = None
+        sequences = None
+        device = next(self.base.parameters()).device
+        with request.noting_why():
+            batch = batch_of(self.base, call)
+            device = batch.input_ids.device
+        has_images = batch is not None and batch.has_images
+        (with_images,) = reduced_over_ranks([int(has_images)], device)
+        passes = PassType(request.gradients, bool(with_images), call.of_backbone)
+        if passes in self.status.compared and not request.is_of_user:
+            return passes
+        with request.noting_why():
+            sequences = None if batch is None else self._read(batch)
+        needs_any = sequences is not None and bool(sequences.needed_B.any())
+        cannot_read, is_needed = reduced_over_ranks([int(sequences is None), int(needs_any)], device)
+        if (
+            batch is None or sequences is None or cannot_read or not is_needed
+        ):  # ranks without a token to score compare with the others
+            return passes
+        if with_images and is_collective:
+            self._packed.images.share(batch)
+        # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
+        own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.set_grad_enabled(request.gradients and not is_sharded(self.base)), own_tensors:
+            request.differences = compare_rows(self._packed, call, batch, sequences)
+        return passes
+
+    def _note(self, request: Request, passes: PassType) -> None:
+        """Note the result of a comparison for further passes."""
+        differences = request.differences
+        if not differences:
+            self.status.note_equal(passes)
+        elif request.is_of_user:  # the next pass compares by itself
             return
-        from .check import verify
-        from .private_copy import private_copy
-
-        try:
-            batch = batch_of(self.base, arguments, instructions.num_images, of_backbone)
-        except CannotPack:  # the pass itself logs the reason
-            batch = None
-        sharded = is_sharded(self.base)
-        together = sharded or not is_alone
-        with contextlib.nullcontext() if together else deciding_alone():
-            device = next(self.base.parameters()).device if batch is None else batch.input_ids.device
-            has_images = batch is not None and batch.has_images
-            with_images = bool(reduced_over_ranks([int(has_images)], device)[0])
-            if _kinds({gradients}, {with_images}, of_backbone) <= self.checked:
-                return
-            sequences = None
-            if batch is not None:
-                with contextlib.suppress(CannotPack):
-                    sequences = self._read(batch)
-            cannot_read = sequences is None
-            is_needed = not cannot_read and bool(sequences.needed_B.any())
-            on_any_rank = reduced_over_ranks([int(cannot_read), int(is_needed)], device)
-            if on_any_rank[0] or not on_any_rank[1]:  # ranks without a token to score compare with the others
-                return
-            if with_images and together:
-                self.packed_model.images.share(batch)
-            try:
-                packed_model = self.packed_model if sharded else self.packed_model.on(private_copy(self.base))
-            except CannotPack as error:
-                self.disable(str(error))
-                return
-            # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
-            own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-            with torch.set_grad_enabled(gradients and not sharded), own_tensors:
-                faults = verify(packed_model, stock, batch, sequences, instructions.tokens_per_pass)
-            self._note(faults, gradients, with_images, of_backbone)
-
-    def _note(self, faults: list[str], gradients: bool, with_images: bool, of_backbone: bool) -> None:
-        """Note the result of [`check.verify`] for passes of a kind."""
-        if not faults:
-            # Equal gradients prove equal values, and rows with images prove those without.
-            self.checked.update(_kinds({False, gradients}, {False, with_images}, of_backbone))
-        elif with_images and self.attention == "auto":  # batches without images may still run packed
-            self.status.images = faults[0]
+        elif passes.images and self.options.attention == "auto":  # batches without images may still run packed
+            self.status.reasons[Scope.IMAGES] = differences[0]
         else:
-            self.disable(faults[0])
+            self.refuse(Scope.MODEL, differences[0])
 
     @not_compiled
     def _read(self, *batches: Batch) -> Sequences:
         """[`PackedModel.read`], if it is known of no batch that it has to run as in stock TRL."""
-        reason = self.status.here
-        if any(batch.has_images for batch in batches):
-            reason = reason or self.status.images
+        has_images = any(batch.has_images for batch in batches)
+        reason = self.status.reason(Scope.RANK, *[Scope.IMAGES] * has_images)
         if reason is not None:
             raise CannotPack(reason)
-        return self.packed_model.read(*batches)
+        return self._packed.read(*batches)
 
-    def _may_pack(self, batch: Batch, sequences: Sequences) -> bool:
+    def _is_compared(self, batch: Batch, sequences: Sequences) -> bool:
         """Whether a call was compared, so that it may be packed, or has nothing to compare."""
-        kind = _kinds({torch.is_grad_enabled()}, {batch.has_images}, batch.labels is None)
-        return not self.compares or kind <= self.checked or not sequences.needed_B.any()
+        passes = PassType(torch.is_grad_enabled(), batch.has_images, batch.labels is None)
+        return not self.options.compares or passes in self.status.compared or not sequences.needed_B.any()
 
     # --- a call: plan, run, merge ------------------------------------------------------------------------------------
 
     @but_for_the_model
-    def score(
-        self,
-        stock: Callable[..., ModelOutput],
-        arguments: dict[str, Any],
-        num_images: list[int] | None = None,
-        tokens_per_pass: int | None = None,
-    ) -> ModelOutput:
+    def score(self, call: Call) -> ModelOutput:
         """Returns the output of a fused call, with equal beginnings computed once.
 
-        Args:
-            stock: the fused forward that is wrapped.
-            arguments: of the call.
-            num_images: number of images of each row, if known.
-            tokens_per_pass: run in passes of no more tokens than this. All ranks run the same number of passes. The
-                output has no router loss then.
+        With `tokens_per_pass` it runs in passes of no more tokens than that. All ranks run the same number of passes.
+        The output has no router loss then.
         """
         start = time.perf_counter()
         self.figures = PassRecord()
-        if not self.is_active:
-            return self._as_stock(stock, arguments, num_images, tokens_per_pass)
+        if not self.status.packs:
+            return self._run_as_stock(call)
+        batch = None
         sequences = None
         try:
-            batch = batch_of(self.base, arguments, num_images)
-            if tokens_per_pass is not None:
-                batch.router_loss = False
+            batch = batch_of(self.base, call)
             sequences = self._read(batch)
         except CannotPack as error:
-            self.fall_back("A batch", str(error))
-        if sequences is not None and not self._may_pack(batch, sequences):
+            self.refuse(Scope.BATCH, str(error))
+        if batch is not None and sequences is not None and not self._is_compared(batch, sequences):
             sequences = None
-        if tokens_per_pass is not None:
-            rules = self.packed_model.pass_rules(arguments["input_ids"].device)
-            shares = not torch.is_grad_enabled() and self.keeps_beginnings
-            forwards = plan_call(sequences, tokens_per_pass, rules, shares)
-        else:
-            forwards = None if sequences is None else [Forward(sequences, self.packed_model.build_forest(sequences))]
-        if forwards is None:
-            return self._as_stock(stock, arguments, num_images, tokens_per_pass)
+        forwards = self._forwards_of(call, sequences)
+        if batch is None or forwards is None:  # without the batch of any rank there are no forwards
+            return self._run_as_stock(call)
         outputs = []
         rows = []
         for forward in forwards:
             rows_of_forward = batch if forward.rows is None else batch.rows(forward.rows)
-            output = self.packed_model.run(rows_of_forward, forward)
+            output = self._packed.run(rows_of_forward, forward)
             if not forward.view.scores_nothing:
                 outputs.append(output)
                 rows.append(forward.rows)
-        forward.record.seconds = time.perf_counter() - start
-        self.figures = forward.record
+        self._count(forward.record, start)
         output = merge(outputs, rows, batch.num_items)
-        return self.packed_model.with_router_loss(output) if batch.router_loss else output
+        return self._packed.with_router_loss(output) if batch.router_loss else output
+
+    def _forwards_of(self, call: Call, sequences: Sequences | None) -> Iterable[Forward] | None:
+        """Returns the forwards that compute a fused call; `None` if it runs as in stock TRL on all ranks."""
+        tokens_per_pass = call.instructions.tokens_per_pass
+        if tokens_per_pass is not None:
+            rules = self._packed.pass_rules(call.arguments["input_ids"].device)
+            shares = not torch.is_grad_enabled() and self.keeps_beginnings
+            return plan_call(sequences, tokens_per_pass, rules, shares)
+        if sequences is None:
+            return None
+        return [Forward(sequences, self._packed.build_forest(sequences))]
 
     @but_for_the_model
     def last_hidden_states(
-        self,
-        stock: Callable[..., ModelOutput],
-        arguments: dict[str, Any],
-        last_columns: int = 0,
-        from_padding: torch.Tensor | None = None,
+        self, call: Call, last_columns: int = 0, from_padding: torch.Tensor | None = None
     ) -> ModelOutput:
         """Returns the output of a call of the backbone, with equal beginnings computed once if that pays.
 
@@ -463,69 +444,75 @@ class PromptSharing:
         caller may ask for more than a packed row has.
 
         Args:
-            stock: the backbone's own forward.
-            arguments: of the call.
+            call: of the backbone.
             last_columns: number of last positions of each row that are needed; 0 for all. Others may be missing.
             from_padding: see [`batch.Batch`].
         """
         start = time.perf_counter()
         self.figures = PassRecord()
-        if not self.is_active:
-            return stock(**arguments)
+        if not self.status.packs:
+            return call.stock(**call.arguments)
         try:
-            batch = replace(
-                batch_of(self.base, arguments, None, of_backbone=True),
-                last_columns=last_columns,
-                from_padding=from_padding,
-            )
+            batch = batch_of(self.base, call)
+            batch = replace(batch, last_columns=last_columns, from_padding=from_padding)
             sequences = self._read(batch)
         except CannotPack as error:
             self._log_once(f"A call for hidden states or logits runs padded as in stock TRL: {error}")
-            return stock(**arguments)
-        forest = self.packed_model.build_forest(sequences)
+            return call.stock(**call.arguments)
+        forest = self._packed.build_forest(sequences)
         pays = forest.tokens <= (1 - LEAST_SAVED) * batch.input_ids.numel()
-        if not pays or not self._may_pack(batch, sequences):
-            return stock(**arguments)
+        if not pays or not self._is_compared(batch, sequences):
+            return call.stock(**call.arguments)
         forward = Forward(sequences, forest)
-        output = self.packed_model.run(batch, forward)
-        forward.record.seconds = time.perf_counter() - start
-        self.figures = forward.record
+        output = self._packed.run(batch, forward)
+        self._count(forward.record, start)
         return output
 
     @but_for_the_model
-    def _as_stock(
-        self,
-        stock: Callable[..., ModelOutput],
-        arguments: dict[str, Any],
-        num_images: list[int] | None,
-        tokens_per_pass: int | None,
-    ) -> ModelOutput:
-        """Returns the output of a call as in stock TRL, in slices of as many rows as fit into `tokens_per_pass`."""
-        if tokens_per_pass is None:
-            return stock(fused_lm_head=True, **arguments)
-        try:
-            batch = batch_of(self.base, arguments, num_images)
-        except CannotPack:  # the rows of an argument that is not known cannot be distinguished
-            return stock(fused_lm_head=True, **arguments)
-        rows, width = batch.input_ids.shape
-        rows_per_pass = max(1, tokens_per_pass // width)
-        slices = np.split(np.arange(rows), range(rows_per_pass, rows, rows_per_pass))
-        outputs = [stock(fused_lm_head=True, **batch.rows(part).arguments()) for part in slices]
-        return merge(outputs, slices, batch.num_items)
-
-    @but_for_the_model
-    def run_planned(self, forward: Forward, arguments: dict[str, Any], num_images: list[int] | None) -> ModelOutput:
+    def run_planned(self, call: Call) -> ModelOutput:
         """Run one forward of a plan that a trainer passed through the root module.
 
         Raises:
             CannotPack: since the plan was made, packed rows were found to differ from stock's.
         """
         start = time.perf_counter()
-        batch = batch_of(self.base, arguments, num_images)
-        reason = self.status.reason or (self.status.images if batch.has_images else None)
+        batch = batch_of(self.base, call)
+        reason = self.status.reason(Scope.MODEL, *[Scope.IMAGES] * batch.has_images)
         if reason is not None:
             raise CannotPack(reason)
-        output = self.packed_model.run(batch, forward)
-        forward.record.seconds += time.perf_counter() - start
-        self.figures = forward.record
+        forward = call.instructions.forward
+        output = self._packed.run(batch, forward)
+        self._count(forward.record, start)
         return output
+
+    @not_compiled
+    def _count(self, record: PassRecord, start: float) -> None:
+        """Add the time since `start` to the figures of a call, which are those of the last one now."""
+        record.seconds += time.perf_counter() - start
+        self.figures = record
+        if self.options.reports and torch.is_grad_enabled() and not self._has_reported:
+            self._has_reported = True
+            saved = 1 - record.tokens / max(record.padded_tokens, 1)
+            logger.warning(
+                "Prompts are shared in %s: its first training pass computes %d of %d padded tokens (%.0f%% saved).",
+                type(self.base).__name__,
+                record.tokens,
+                record.padded_tokens,
+                100 * saved,
+            )
+
+    @but_for_the_model
+    def _run_as_stock(self, call: Call) -> ModelOutput:
+        """Returns the output of a call as in stock TRL, in slices of as many rows as fit into `tokens_per_pass`."""
+        tokens_per_pass = call.instructions.tokens_per_pass
+        batch = None
+        if tokens_per_pass is not None:
+            with contextlib.suppress(CannotPack):  # the rows of an argument that is not known cannot be distinguished
+                batch = batch_of(self.base, call)
+        if batch is None:
+            return call.stock(fused_lm_head=True, **call.arguments)
+        rows, width = batch.input_ids.shape
+        rows_per_pass = max(1, tokens_per_pass // width)
+        slices = np.split(np.arange(rows), range(rows_per_pass, rows, rows_per_pass))
+        outputs = [call.stock(fused_lm_head=True, **batch.rows(part).arguments()) for part in slices]
+        return merge(outputs, slices, batch.num_items)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .batch import Call
 from .row_mask import as_before, carries_row, options_of
 from .wrapped_forward import ATTRIBUTE
 
@@ -53,7 +54,7 @@ class WrappedBackbone:
 
     def take_off(self) -> None:
         """Give the backbone the forward back that it had before. A wrapper that was put on later stays."""
-        if not self.is_on:
+        if self._own_forward is None:
             return
         backbone: Any = self._own_forward.__self__
         vars(backbone).pop(ATTRIBUTE, None)
@@ -87,17 +88,13 @@ def _with_sharing(cls: type[PreTrainedModel]) -> Callable:
             return stock(self, *args, **kwargs)
         if sharing is None or _is_decoding(arguments):
             return stock(self, **arguments)
-        if sharing.returns_no_cache and arguments.get("use_cache") is None:
+        if sharing.options.returns_no_cache and arguments.get("use_cache") is None:
             arguments["use_cache"] = False
-        own_forward = functools.partial(stock, self)
+        call = Call(functools.partial(stock, self), arguments, of_backbone=True)
         sharing.look_at_model()
-        sharing.compare_with_stock(
-            lambda model, **arguments: stock(model.base_model, **arguments), arguments, of_backbone=True
-        )
+        sharing.compare_with_stock(call)
         options = options or {}
-        return sharing.last_hidden_states(
-            own_forward, arguments, options.get("last_columns", 0), options.get("from_padding")
-        )
+        return sharing.last_hidden_states(call, options.get("last_columns", 0), options.get("from_padding"))
 
     return forward
 

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,33 +20,22 @@ from transformers import PreTrainedModel
 
 from ..compat import trl as trls
 from ..compat.signatures import is_of_library
-from .batch import from_padding
+from .batch import Call, Instructions, from_padding
 from .packed_model import head_of, not_compiled
-from .passes import Forward
 from .row_mask import with_options
 
 # The attribute of the model (without wrappers) that holds its `PromptSharing`.
 ATTRIBUTE = "prompt_sharing"
 # Where a model keeps its forward, and the one that accelerate's mixed precision has wrapped.
-_FORWARDS = ("forward", "_original_forward")
-
-
-@dataclass(frozen=True, eq=False)
-class Instructions:
-    """What a trainer passes to prompt sharing by the keyword `sharing` of a fused call.
-
-    Attributes:
-        num_images, tokens_per_pass: see [`sharing.PromptSharing.score`].
-        forward: the forward of a plan that is to be run.
-    """
-
-    num_images: list[int] | None = None
-    tokens_per_pass: int | None = None
-    forward: Forward | None = None
+_FORWARD = "forward"
+_IN_MIXED_PRECISION = "_original_forward"
 
 
 class WrappedForward:
     """Puts a forward of ours on a causal language model, and takes it off.
+
+    From the outside to the inside the model's forward then is: accelerate's mixed precision, if the model was prepared
+    with it; ours; TRL's fused head; the class's own.
 
     Args:
         base: the model, without wrappers.
@@ -63,62 +51,72 @@ class WrappedForward:
 
     @property
     def is_on(self) -> bool:
-        """Whether fused calls of the model reach prompt sharing, so that they take [`Instructions`]."""
+        """Whether fused calls of the model reach prompt sharing, so that they take [`batch.Instructions`]."""
         return self._own_forward is not None
 
     def put_on(self, temperature: float, outputs: tuple[str, ...]) -> None:
         """Wrap the model's fused forward, unless it is wrapped already.
 
         Args:
-            temperature, outputs: of the head that a model without TRL's gets, see [`sharing.install_sharing`].
+            temperature, outputs: of the head that a model without TRL's gets, see [`sharing.SharingOptions`].
         """
         if not isinstance(self.base, PreTrainedModel):
             return
-        before = {name: vars(self.base)[name] for name in _FORWARDS if name in vars(self.base)}
+        before = self._forwards()
         # The forward of all other calls, if the head is ours: TRL's would call this model's also in a copy of it.
         below = None
-        has_head = head_of(self.base) is not None
-        # A classifier has no LM head, and without TRL no call is a fused one: the backbone alone is wrapped.
-        can_have_one = self.base.get_output_embeddings() is not None and importlib.util.find_spec("trl") is not None
-        if not has_head and not can_have_one:
-            return
-        if not has_head and all(map(is_of_library, before.values())):
-            # Accelerate's mixed precision has to stay outside, so that the head runs in mixed precision, too.
-            if "_original_forward" in before:
-                self.base.forward = before["_original_forward"]
-            below = self.base.forward
-            trls.add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
-            if "_original_forward" in before:
-                self.base._original_forward = self.base.forward
-            self._of_later_heads = self.base.base_model.register_forward_pre_hook(self._put_on_again)
-        forward = vars(self.base).get("forward")
-        wrapped = vars(self.base).get("_original_forward")
-        if self._own_forward is not None and self._own_forward in (forward, wrapped):
+        if head_of(self.base) is None:
+            # A classifier has no LM head, and without TRL no call is a fused one: the backbone alone is wrapped.
+            if self.base.get_output_embeddings() is None or importlib.util.find_spec("trl") is None:
+                return
+            if all(map(is_of_library, before.values())):
+                below = self._add_head(temperature, outputs)
+        if self._own_forward is not None and self._own_forward in self._forwards().values():
             return
         self._before = before
-        inner = forward if wrapped is None else wrapped
-        self.stock_forward = inner or self.base.forward
-        below = below or self.stock_forward
-        self._own_forward = types.MethodType(_with_sharing(self.base, self.stock_forward, below), self.base)
-        if wrapped is None:
-            self.base.forward = self._own_forward
-            return
-        self.base._original_forward = self._own_forward
-        self.base.forward = _in_mixed_precision(self._own_forward)
+        self.stock_forward = self._inner_forward()
+        forward = _with_sharing(self.base, self.stock_forward, below or self.stock_forward)
+        self._own_forward = types.MethodType(forward, self.base)
+        self._set_inner_forward(self._own_forward)
+
+    def _forwards(self) -> dict[str, Callable]:
+        """Returns the forwards that the model has in place of its class's."""
+        fields = vars(self.base)
+        return {name: fields[name] for name in (_FORWARD, _IN_MIXED_PRECISION) if name in fields}
+
+    def _inner_forward(self) -> Callable:
+        """Returns the model's forward, inside of accelerate's mixed precision."""
+        return vars(self.base).get(_IN_MIXED_PRECISION) or self.base.forward
+
+    def _set_inner_forward(self, forward: types.MethodType) -> None:
+        """Give the model a forward, inside of accelerate's mixed precision if it has that."""
+        is_prepared = _IN_MIXED_PRECISION in vars(self.base)
+        self.base.forward = _in_mixed_precision(forward) if is_prepared else forward
+        if is_prepared:
+            self.base._original_forward = forward
+
+    def _add_head(self, temperature: float, outputs: tuple[str, ...]) -> Callable:
+        """Give the model TRL's fused head, and return the forward that the head wraps."""
+        below = self._inner_forward()
+        self.base.forward = below  # accelerate's mixed precision stays outside, so that the head runs in it, too
+        trls.add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
+        if _IN_MIXED_PRECISION in vars(self.base):
+            self.base._original_forward = self.base.forward
+        self._of_later_heads = self.base.base_model.register_forward_pre_hook(self._put_on_again)
+        return below
 
     def take_off(self) -> None:
         """Give the model the forward back that it had before. A wrapper that was put on later stays."""
         if self._of_later_heads is not None:
             self._of_later_heads.remove()
-        forwards = vars(self.base)
-        wrapped = forwards.get("_original_forward")
-        if self._own_forward is None or self._own_forward not in (forwards.get("forward"), wrapped):
+        forwards = self._forwards()
+        if self._own_forward is None or self._own_forward not in forwards.values():
             return  # a later head is around ours, and calls ours for what is not its own
-        is_wrapped_since = wrapped is not None and "_original_forward" not in self._before
-        for name in _FORWARDS:
-            forwards.pop(name, None)
-        forwards.update(self._before)
-        if is_wrapped_since:
+        is_prepared_since = _IN_MIXED_PRECISION in forwards and _IN_MIXED_PRECISION not in self._before
+        for name in forwards:
+            delattr(self.base, name)
+        vars(self.base).update(self._before)
+        if is_prepared_since:
             # Accelerate's mixed precision, which was around ours.
             self.base._original_forward = self.base.forward
             self.base.forward = _in_mixed_precision(self.base._original_forward)
@@ -163,12 +161,13 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
 
     `stock` is TRL's fused forward, and `below` the same or the one that it wraps.
 
-    Next to the model's own arguments a fused call may have `sharing`, see [`Instructions`].
+    Next to the model's own arguments a fused call may have `sharing`, see [`batch.Instructions`].
     """
     names = list(inspect.signature(type(base).forward).parameters)[1:]
     # Of transformers' own forwards it is known that `logits_to_keep` is all that they need.
     needs_these_alone = "logits_to_keep" in names and type(base).forward.__module__.startswith("transformers.")
-    function, function_below = map(of_any_copy, (stock, below))
+    function = of_any_copy(stock)
+    function_below = of_any_copy(below)
 
     # `wraps` keeps the signature: `generate` validates its arguments against it.
     @functools.wraps(type(base).forward)
@@ -179,27 +178,28 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
         is_fused = kwargs.pop("fused_lm_head", False)
         arguments = dict(zip(names, args, strict=False)) | kwargs
         passes_options = sharing.wrapped_backbone.is_on
-        if not is_fused:
-            if passes_options:
-                last_columns = _last_columns(self, arguments) if needs_these_alone else 0
-                loss = from_padding(arguments)
-                if last_columns or loss is not None:
-                    arguments = with_options(arguments, last_columns=last_columns, from_padding=loss)
-            return function_below(self, **arguments)
-
-        def stock_of(model, **arguments):
-            # TRL's head calls the backbone, which has to run as in stock TRL, too.
-            return function(model, **(with_options(arguments, as_stock=True) if passes_options else arguments))
-
-        run_stock = functools.partial(stock_of, self)
-        instructions = arguments.pop("sharing", None)
-        if instructions is None or instructions.forward is None:
-            sharing.look_at_model()
-        sharing.compare_with_stock(stock_of, arguments, instructions)
-        if instructions is None:
-            return sharing.score(run_stock, arguments)
-        if instructions.forward is not None:
-            return sharing.run_planned(instructions.forward, arguments, instructions.num_images)
-        return sharing.score(run_stock, arguments, instructions.num_images, instructions.tokens_per_pass)
+        if is_fused:
+            return _answer_fused(sharing, functools.partial(_run_stock, function, self, passes_options), arguments)
+        if passes_options:
+            last_columns = _last_columns(self, arguments) if needs_these_alone else 0
+            loss = from_padding(arguments)
+            if last_columns or loss is not None:
+                arguments = with_options(arguments, last_columns=last_columns, from_padding=loss)
+        return function_below(self, **arguments)
 
     return forward
+
+
+def _run_stock(function: Callable, model: PreTrainedModel, passes_options: bool, **arguments: Any) -> Any:
+    """Run TRL's fused forward of a model; its head calls the backbone, which runs as in stock TRL, too."""
+    return function(model, **(with_options(arguments, as_stock=True) if passes_options else arguments))
+
+
+def _answer_fused(sharing: Any, stock: Callable, arguments: dict[str, Any]) -> Any:
+    """Returns the output of a fused call."""
+    instructions = arguments.pop("sharing", None) or Instructions(of_trainer=False)
+    call = Call(stock, arguments, instructions=instructions)
+    if instructions.forward is None:
+        sharing.look_at_model()
+    sharing.compare_with_stock(call)
+    return sharing.score(call) if instructions.forward is None else sharing.run_planned(call)

@@ -54,7 +54,7 @@ def test_a_recipe_that_is_right_and_no_folder_is_left(findings, user_folder):
         (
             "--per_device_train_batch_size 4",
             "error",
-            "generation_batch_size (4) must be divisible by num_generations (8)",
+            "num_generations=8 does not divide them: change one of these",
         ),
     ],
 )

@@ -6,7 +6,7 @@ from trl import DPOConfig, DPOTrainer
 
 from tests.trainers.sharing.test_images import ADAPTER, small_llava
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
-from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack, PassType, Scope
 
 from .test_trainer import DEFAULTS, assert_same_loss
 
@@ -37,7 +37,10 @@ BOTH = (DPOTrainer, DPOConfig), (EfficientDPOTrainer, EfficientDPOConfig)
 def test_loss_metrics_and_gradients_are_stocks(tmp_path):
     trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__) for kind in BOTH]
     assert_same_loss(trainers)
-    assert trainers[1].sharing.status.images is None and (True, True) in trainers[1].sharing.checked
+    assert (
+        trainers[1].sharing.status.reason(Scope.IMAGES) is None
+        and PassType(True, True) in trainers[1].sharing.status.compared
+    )
 
 
 def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):
@@ -69,7 +72,7 @@ def test_a_pair_without_a_picture_trains_in_every_step(tmp_path):
             losses.append(trainer.compute_loss(trainer.model, inputs).item())
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert (
-        trainers[1].sharing.is_active
-        and trainers[1].sharing.status.images is None
+        trainers[1].sharing.status.packs
+        and trainers[1].sharing.status.reason(Scope.IMAGES) is None
         and trainers[1].sharing.figures.tokens
     )

@@ -65,7 +65,7 @@ def assert_same_loss(trainers, least_shared=0.8):
         loss = each.compute_loss(each.model, inputs)
         loss.backward()
         results.append((loss.item(), gradients(each.model)))
-    assert trainers[1].sharing.is_active, trainers[1].sharing.describe()
+    assert trainers[1].sharing.status.packs, trainers[1].sharing.describe()
     metrics = [each._metrics["train"] for each in trainers]
     assert 0 < metrics[1]["prefix_sharing/policy/tokens_fraction"][-1] < least_shared
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
@@ -83,7 +83,7 @@ def test_loss_metrics_and_gradients_are_stocks(name, lora, tmp_path):
     assert_same_loss(trainers)
     assert (trainers[1].reference_sharing is None) == lora
     if not lora:
-        assert trainers[1].reference_sharing.figures.tokens and trainers[1].reference_sharing.is_active
+        assert trainers[1].reference_sharing.figures.tokens and trainers[1].reference_sharing.status.packs
 
 
 @pytest.mark.parametrize("loss", these_first(LOSSES, "ipo", "bco_pair", "discopop", "sft"))
@@ -152,9 +152,9 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
 
 def test_a_plain_config_serves_and_sharing_can_be_off(tmp_path):
     plain = trainer(EfficientDPOTrainer, DPOConfig, "qwen3", tmp_path)
-    assert type(plain.args) is EfficientDPOConfig and plain.sharing.is_active
+    assert type(plain.args) is EfficientDPOConfig and plain.sharing.status.packs
     off = trainer(EfficientDPOTrainer, EfficientDPOConfig, "qwen3", tmp_path, prefix_sharing="off")
-    assert not off.sharing.is_active
+    assert not off.sharing.status.packs
     inputs = next(iter(plain.get_train_dataloader()))
     losses = [each.compute_loss(each.model, inputs).item() for each in (plain, off)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -152,12 +152,13 @@ def test_a_pass_that_cannot_be_computed_in_the_middle_of_a_step(tmp_path, split,
     run_planned = PromptSharing.run_planned
     begun = []
 
-    def fails_in_the_middle(sharing, forward, *args):
-        if sharing.checked and not forward.view.scores_nothing and forward.record.problems is None:
+    def fails_in_the_middle(sharing, call):
+        forward = call.instructions.forward
+        if sharing.status.compared and not forward.view.scores_nothing and forward.record.problems is None:
             begun.append(forward)
             if len(begun) == FAILING[split]:
                 raise CannotPack("no backend can compute it")
-        return run_planned(sharing, forward, *args)
+        return run_planned(sharing, call)
 
     monkeypatch.setattr(PromptSharing, "run_planned", fails_in_the_middle)
     weights = []
@@ -309,7 +310,7 @@ def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
     adapter = lora()
     adapter.lora_dropout = 0.5
     grpo = make(tmp_path, "cut", peft_config=adapter, max_steps=1)
-    grpo.sharing.checked.update(itertools.product((False, True), repeat=2))
+    grpo.sharing.status.compared.update(itertools.product((False, True), repeat=2))
     grpo.train()
     assert len(values) == len(again) > 2
     for first, second in zip(values, again, strict=True):

@@ -88,7 +88,7 @@ def beside_stock(tmp_path, **changes):
     """Loss and gradient of stock and of ours, and our trainer."""
     ours = make(OURS, tmp_path / "ours", **changes)
     differences = side_by_side(make(STOCK, tmp_path / "stock", **changes), ours)
-    assert ours.sharing.is_active, ours.sharing.describe()
+    assert ours.sharing.status.packs, ours.sharing.describe()
     return *differences, ours
 
 
@@ -138,7 +138,7 @@ def test_packed_equals_padded(tmp_path, method):
             batch["completion_ids"][:, 0] = batch["completion_ids"][0, 0]
         ours.model.load_state_dict(state)
         results.append(loss_and_gradient(ours, batch))
-        assert ours.sharing.is_active == (sharing == "auto")
+        assert ours.sharing.status.packs == (sharing == "auto")
     assert_equal(*results)
 
 
@@ -146,7 +146,7 @@ def test_half_precision_and_a_star_po_train(tmp_path):
     for precision in ("fp16", "bf16"):
         ours = make(OURS, tmp_path, phase_metrics="peaks", **{precision: True})
         assert all(row["memory/forward_backward_peak_mib"] > 0 for row in losses_of_a_run(ours))
-        assert ours.sharing.is_active, ours.sharing.describe()
+        assert ours.sharing.status.packs, ours.sharing.describe()
     losses_of_a_run(a_star_po(tmp_path, prompts=8, per_device_train_batch_size=4))
 
 
@@ -202,7 +202,7 @@ def test_a_split_model_equals_one_device_and_stock_on_the_same_devices(tmp_path,
         other = make(both, tmp_path / "whole", model=tiny_model().to("cuda:0"), **CASES[case])
     want, got = side_by_side(other, ours)
     assert_equal(got, want)
-    assert ours.sharing.is_active == (case != "padded"), ours.sharing.describe()
+    assert ours.sharing.status.packs == (case != "padded"), ours.sharing.describe()
     losses_of_a_run(ours)
 
 
@@ -217,4 +217,4 @@ def test_with_an_untied_head_on_the_last_device(tmp_path):
         placed = dispatch_model(model, places | {"model.norm": 1, "lm_head": 1}) if dispatch else model.to("cuda:0")
         trainers.append(make(OURS, tmp_path / str(dispatch), model=placed))
     assert_equal(*side_by_side(*trainers))
-    assert all(ours.sharing.is_active for ours in trainers)
+    assert all(ours.sharing.status.packs for ours in trainers)

@@ -109,7 +109,7 @@ def test_activations_are_offloaded_after_rollouts_too(tmp_path, split, adapter, 
         gradient_checkpointing_kwargs={"offload": True},
     )
     assert copies and all(copies)
-    assert trainer.sharing.is_active
+    assert trainer.sharing.status.packs
 
 
 def test_reentrant_checkpoints_are_offloaded_too(tmp_path, copies):
@@ -120,7 +120,7 @@ def test_reentrant_checkpoints_are_offloaded_too(tmp_path, copies):
         grpo = make(tmp_path, "merged", gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
         assert not copies
         grpo.train()
-        assert grpo.sharing.is_active
+        assert grpo.sharing.status.packs
         weights.append(trained(grpo))
     assert copies
     for name, weight in weights[0].items():
@@ -130,4 +130,4 @@ def test_reentrant_checkpoints_are_offloaded_too(tmp_path, copies):
 @pytest.mark.parametrize(("feature", "split"), these_first([*itertools.product(FEATURES, SPLITS)], *FIRST))
 def test_a_feature_in_any_passes(tmp_path, split, feature):
     trainer = assert_as_alone(tmp_path, split, **FEATURES[feature])
-    assert trainer.sharing.is_active
+    assert trainer.sharing.status.packs

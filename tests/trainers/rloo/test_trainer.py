@@ -81,7 +81,7 @@ def test_batch_loss_and_gradients_are_stocks(name, lora, tmp_path):
     assert stock["advantages"].any() and (trainers[1].ref_model is None) == lora
     (loss, expected), (our_loss, our_gradients) = losses_of(trainers, stock)
     sharing = trainers[1].sharing
-    assert sharing.is_active and trainers[1]._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.9
+    assert sharing.status.packs and trainers[1]._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.9
     assert trainers[1]._metrics["train"]["prefix_sharing/no_grad/tokens_fraction"]
     # A mean of advantages times ratios near 1, which cancel: stock's is off from float64's by up to 1.0e-6 (Qwen3.5).
     assert our_loss == pytest.approx(loss, rel=1e-5, abs=5e-6)
@@ -145,5 +145,5 @@ def test_an_unknown_kernel_is_an_error_and_sharing_can_be_off(tmp_path):
     with pytest.raises(ValueError, match="lm_head_kernel='fast'"):
         EfficientRLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, lm_head_kernel="fast")
     off = trainer(EfficientRLOOTrainer, EfficientRLOOConfig, build("qwen3"), tmp_path, "qwen3", prefix_sharing=False)
-    assert off.args.prefix_sharing == "off" and not off.sharing.is_active
+    assert off.args.prefix_sharing == "off" and not off.sharing.status.packs
     assert gradients(off.model)

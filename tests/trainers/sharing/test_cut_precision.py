@@ -28,7 +28,7 @@ MOST_TIMES_STOCK = 2
 def trainer_of(model, tmp_path, adapted):
     torch.manual_seed(7)  # the adapter's weights
     trainer = make_trainer(EfficientGRPOTrainer, model, tmp_path, lora("qwen3") if adapted else None)
-    trainer.sharing.checked.update((gradients, False) for gradients in (False, True))
+    trainer.sharing.status.compared.update((gradients, False) for gradients in (False, True))
     return trainer
 
 

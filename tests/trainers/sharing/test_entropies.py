@@ -37,7 +37,7 @@ def test_a_quantile_that_falls_on_a_tie_selects_what_stock_selects(tmp_path):
         for quantile in torch.linspace(0.05, 0.95, 19).tolist():
             chosen = [stock.get_high_entropy_mask(entropy, mask[:, -COLUMNS:], quantile) for entropy in entropies]
             assert torch.equal(*chosen), (seed, quantile)
-    assert ours.sharing.is_active
+    assert ours.sharing.status.packs
 
 
 def test_equal_words_about_other_images_have_entropies_of_their_own(tmp_path):

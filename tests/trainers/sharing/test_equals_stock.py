@@ -50,7 +50,7 @@ LOSSES = [
 
 def assert_same_loss(trainers, inputs, tolerance=2e-5):
     stock, ours = losses_of(trainers, inputs)
-    assert trainers[1].sharing.is_active, trainers[1].sharing.describe()
+    assert trainers[1].sharing.status.packs, trainers[1].sharing.describe()
     assert trainers[1]._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.7
     assert ours[0] == pytest.approx(stock[0], rel=1e-5)
     assert_equal_gradients(ours[1], stock[1], tolerance)
@@ -98,7 +98,7 @@ def test_training(make, tmp_path):
         # Less averages over micro-batches, which depend on who shares one.
         wanted = ("loss", "grad_norm", "kl", "eval_loss", "reward")
         runs.append([{key: row[key] for key in wanted if key in row} for row in trainer.state.log_history])
-    assert "prefix_sharing/policy/tokens_fraction" in trainer.state.log_history[0] and trainer.sharing.is_active
+    assert "prefix_sharing/policy/tokens_fraction" in trainer.state.log_history[0] and trainer.sharing.status.packs
     for mine, theirs in zip(*runs, strict=True):
         # 1e-4: optimizer steps carry rounding on, Adam's first steps most of all.
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
@@ -131,7 +131,7 @@ def test_bf16_autocast_rounds_no_more_than_stock(name, tmp_path):
     exact = make_trainer(GRPOTrainer, build(name), tmp_path)
     trainers = [make_trainer(cls, build(name), tmp_path, bf16=True) for cls in BOTH]
     reference, stock, ours = losses_of([exact, *trainers], loss_inputs(*awkward_batch()))
-    assert trainers[1].sharing.is_active
+    assert trainers[1].sharing.status.packs
 
     def error(result):
         return sum((a - b).float().norm() ** 2 for a, b in zip(result[1], reference[1], strict=True)) ** 0.5

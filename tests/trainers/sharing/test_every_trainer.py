@@ -236,7 +236,7 @@ def assert_steps_are_stocks(make, counted):
         assert step == pytest.approx(stock_step, rel=1e-3, abs=1e-4)
     assert_equal_steps(ours, stock)
     for sharing in the_sharings(trainer):
-        assert sharing.is_active and sharing.figures.tokens, sharing.describe()
+        assert sharing.status.packs and sharing.figures.tokens, sharing.describe()
     assert max(tokens / padded for tokens, padded in counted) < 0.6
 
 

@@ -24,7 +24,7 @@ def test_a_trainers_step_in_packed_rows(tmp_path, monkeypatch, kind, calls):  # 
         install(trainer.model, TILE)
         calls.clear()
         actual = cut_losses.step_gradients(trainer, micro_batches, tokens_per_pass)
-        assert calls and trainer.sharing.is_active
+        assert calls and trainer.sharing.status.packs
         remove(trainer.model)
         calls.clear()
         expected = cut_losses.step_gradients(trainer, micro_batches, tokens_per_pass)

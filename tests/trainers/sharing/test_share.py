@@ -38,7 +38,7 @@ def test_a_teacher_that_is_a_model_of_its_own_is_shared(tmp_path):
     teacher = trainer.teacher_model.eval()
     for _ in range(2):
         share_prompts(trainer)
-        assert teacher.prompt_sharing.is_active
+        assert teacher.prompt_sharing.status.packs
     tokens = torch.cat([torch.arange(3, 11).repeat(4, 1), torch.arange(3, 19).reshape(4, 4)], dim=1)
     rows = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     with torch.no_grad():

@@ -109,7 +109,9 @@ def test_loss_and_gradients_are_what_they_were(name, kind, adapter, option, tmp_
         losses.append(loss.item())
         of_each.append(gradients(trainer.model))
     sharing = causal_language_model(shared.model).prompt_sharing
-    assert sharing.is_active and 0 < sharing.figures.tokens < 0.6 * sharing.figures.padded_tokens, sharing.describe()
+    assert sharing.status.packs and 0 < sharing.figures.tokens < 0.6 * sharing.figures.padded_tokens, (
+        sharing.describe()
+    )
     assert losses[1] == pytest.approx(losses[0], rel=1e-5, abs=1e-6)
     assert_equal_gradients(of_each[1], of_each[0], tolerance=2e-5)
 

@@ -67,7 +67,7 @@ def trainer_of(name, tmp_path, kind="lora", **changes):
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:  # TRL casts the adapters of quantized models to bf16
             parameter.data = parameter.data.float()
-    trainer.sharing.checked.update(itertools.product((False, True), repeat=2))
+    trainer.sharing.status.compared.update(itertools.product((False, True), repeat=2))
     return trainer
 
 

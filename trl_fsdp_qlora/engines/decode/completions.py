@@ -5,6 +5,7 @@ reproducible.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
+from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ...compat.trl import rows_of_images
 from ...errors import UserError
 from ...prefix_sharing.image_keys import fingerprints
-from ...utils.progress import progress
 from .decoding import Decoding, DecodingWork, distinct_rows, why_stock
 from .turns import KeptTurns, why_not_kept
 
@@ -237,6 +238,11 @@ def generate(
         model.train(was_training)
 
 
+def pace() -> dict[str, float]:
+    """How often `tqdm` prints: in a log file every half minute, and nothing of work that is over before."""
+    return {} if sys.stderr.isatty() else {"mininterval": 30.0, "delay": 30.0}
+
+
 def over_ranks(
     count: int,
     batch_size: int,
@@ -270,7 +276,8 @@ def over_ranks(
     mine = batches[state.process_index :: state.num_processes]
     results = []
     hidden = description is None or not state.is_main_process
-    with progress(description or "", sum(map(len, mine)), "problems", hidden=hidden) as bar:
+    count_of_rank = sum(map(len, mine))
+    with tqdm(total=count_of_rank, desc=description, unit=" problems", disable=hidden, leave=False, **pace()) as bar:
         for batch in mine:
             results += zip(batch, score(batch, generate(batch)), strict=True)
             bar.update(len(batch))

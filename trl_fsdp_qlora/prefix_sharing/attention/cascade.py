@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...compat.fake_tensors import device_type, is_fake, scratch_of_flash_backward
 from ...compat.triton_kernels import jit, launch, runs, tl
 from ...scoring.transfer import to_device
 from ..forest import Forest
@@ -46,23 +47,23 @@ def refuses(call: AttentionCall) -> str | None:
     """Returns the reason why this backend cannot serve `call`, or `None`."""
     if call.own_masks:
         return "an image's tokens see those behind them"
-    if call.window is not None and call.query.device.type != "cuda":
-        return (
-            f"torch's flash kernel for {call.query.device.type} has no sliding window (here of {call.window} tokens)"
-        )
+    device = device_type(call.query)
+    if call.window is not None and device != "cuda":
+        return f"torch's flash kernel for {device} has no sliding window (here of {call.window} tokens)"
     if call.softcap is not None:
         return f"softcap of {call.softcap}"
     if call.sinks is not None:
         return "attention sinks"
     if call.query.shape[-1] != call.value.shape[-1]:
         return f"keys of size {call.query.shape[-1]} with values of size {call.value.shape[-1]}"
-    if call.query.device.type == "cuda":
+    if device == "cuda":
         if torch.version.hip is not None:
             return "torch calls a ROCm device CUDA too, and this merge was not checked with its kernels"
         size = call.query.shape[-1]
         if _compute_dtype(call.query) not in (torch.bfloat16, torch.float16) or size % 8 or size > 256:
             return f"CUDA flash attention takes half precision and heads of 8 to 256, got {call.query.dtype}, {size}"
-        major, minor = torch.cuda.get_device_capability(call.query.device)
+        # A plan is for a card of today.
+        major, minor = (9, 0) if is_fake(call.query) else torch.cuda.get_device_capability(call.query.device)
         if major < 8:
             return f"CUDA flash attention needs compute capability 8.0, this device has {major}.{minor}"
         # The backward raises on the devices of torch's list,
@@ -70,8 +71,8 @@ def refuses(call: AttentionCall) -> str | None:
         # as well, so that old and new log-probabilities are rounded alike.
         if 192 < size <= 224 and ((8, 6) <= (major, minor) <= (8, 9) or (12, 0) <= (major, minor) <= (12, 1)):
             return f"CUDA flash attention has no backward for heads of {size} on compute capability {major}.{minor}"
-    if call.query.device.type not in ("cpu", "cuda"):
-        return f"no flash kernel for {call.query.device.type}"
+    if device not in ("cpu", "cuda"):
+        return f"no flash kernel for {device}"
     return None
 
 
@@ -168,7 +169,7 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, packed_row: PackedRow, scale: float, window: int | None):
-        forward, _ = _KERNELS[q.device.type]
+        forward, _ = _KERNELS[device_type(q)]
         out, lse, random_states = forward(q, k, v, packed_row, scale, window)
         ctx.save_for_backward(q, k, v, out, lse, *random_states)
         ctx.packed_row = packed_row
@@ -179,7 +180,7 @@ class _Cascade(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, out, lse, *random_states = ctx.saved_tensors
-        _, backward = _KERNELS[q.device.type]
+        _, backward = _KERNELS[device_type(q)]
         grads = backward(grad_out, q, k, v, out, lse, random_states, ctx.packed_row, ctx.scale, ctx.window)
         return *grads, None, None, None
 
@@ -382,6 +383,8 @@ def _backward_on_cuda(grad_out, q, k, v, out, lse, random_states, packed_row, sc
         flash = torch.ops.aten._flash_attention_backward
         random_state = random_states[2 * i : 2 * i + 2]
         of_part = grad_part, q_part, k_part, v_part, out_part, lse_part, *call.lengths, 0.0, call.is_causal
+        if is_fake(q):
+            scratch_of_flash_backward(q_part.transpose(0, 1).unsqueeze(0), k_part.transpose(0, 1).unsqueeze(0))
         dq, dk, dv = flash(*of_part, *random_state, scale=scale, **call.window)
         if grads is None:
             grads = dq, _with_kept(dk, len(k_T)), _with_kept(dv, len(v_T))

@@ -5,6 +5,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from peft import PeftModel
 from peft.utils import load_peft_weights
 from safetensors import SafetensorError
@@ -20,22 +21,23 @@ TOKENIZER = "tokenizer_config.json"
 def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> PreTrainedModel | PeftModel:
     """Load `base` by its config's class, `.from_pretrained(base, **options)`, with `adapter` (folder or Hub id) on it.
 
-    The base gets the tokens of the adapter's own tokenizer that it lacks.
+    The base gets as many tokens as the adapter was trained with: the rows of the embedding that the adapter holds, or
+    else those of its own tokenizer if the base has fewer.
 
     Raises:
         UserError: a file is missing or cut off, the adapter belongs to another base, or its weights are not finite.
     """
     name = f"the weights of {adapter}"
     try:
-        if adapter is not None:
-            _refuse_weights_that_are_not_finite(adapter)
+        weights = {} if adapter is None else load_peft_weights(str(adapter), device="cpu")
+        _refuse_weights_that_are_not_finite(adapter, weights)
         name = f"the weights of {base}"
         config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
         model = model_class(config).from_pretrained(base, **options)
         if adapter is None:
             return model
         name = f"{adapter} on {base}"
-        fit_vocabulary(model, adapter)
+        fit_vocabulary(model, adapter, weights)
         return PeftModel.from_pretrained(model, adapter)
     except UserError:
         raise
@@ -61,8 +63,7 @@ def check_loads(adapter: str | Path, base: str) -> None:
         raise UserError(f"{adapter} lacks weights for layers of {base}: {missing[0][:200]}")
 
 
-def _refuse_weights_that_are_not_finite(adapter: str | Path) -> None:
-    weights = load_peft_weights(str(adapter), device="cpu")
+def _refuse_weights_that_are_not_finite(adapter: str | Path | None, weights: dict[str, torch.Tensor]) -> None:
     broken = next((key for key, weight in weights.items() if not weight.isfinite().all()), None)
     if broken is not None:
         raise UserError(f"{adapter} has weights that are not finite (NaN or infinite), in {broken}")
@@ -80,9 +81,27 @@ def processor_source(adapter: str | Path | None, base: str, revision: str | None
     return base, revision
 
 
-def fit_vocabulary(model: PreTrainedModel, adapter: str | Path) -> None:
-    """Give `model` the tokens that the tokenizer of `adapter` has and it lacks, as PEFT's `AutoPeftModel` does."""
-    if has_own(adapter, TOKENIZER):
-        tokens = len(AutoTokenizer.from_pretrained(adapter))
-        if tokens > model.get_input_embeddings().weight.shape[0]:
-            model.resize_token_embeddings(tokens)
+def rows_of_adapter(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> int | None:
+    """Rows of the embedding or head that an adapter holds; `None` if it holds neither.
+
+    A base may be padded beyond its tokenizer's tokens, and so may the copy that `modules_to_save` has of it.
+    """
+    tied = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name for name, module in model.named_modules() if any(module is each for each in tied)]
+    # The whole weight of `modules_to_save`, or the factor of LoRA that has a row or a column for each token.
+    places = (("weight", 0), ("modules_to_save.weight", 0), ("lora_embedding_A", 1), ("lora_B.weight", 0))
+    for key, weight in weights.items():
+        for end, dimension in places:
+            if any(key.endswith(f"{name}.{end}") for name in names):
+                return weight.shape[dimension]
+    return None
+
+
+def fit_vocabulary(model: PreTrainedModel, adapter: str | Path, weights: dict[str, torch.Tensor]) -> None:
+    """Give `model` as many tokens as it had when `adapter`, whose weights are `weights`, was trained on it."""
+    there = model.get_input_embeddings().weight.shape[0]
+    rows = rows_of_adapter(model, weights)
+    if rows is None and has_own(adapter, TOKENIZER):  # as PEFT's `AutoPeftModel`
+        rows = max(there, len(AutoTokenizer.from_pretrained(adapter)))
+    if rows is not None and rows != there:
+        model.resize_token_embeddings(rows)

@@ -110,6 +110,19 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
+def described(card: ModelCard) -> list[str]:
+    """Lines with what the card has for a reader: the base, licences, data and results."""
+    data = card.data
+    measured = [f"{result.metric_name}: {result.metric_value}" for result in data.eval_results or ()]
+    of_data = re.search(r"(?m)^- data: (.*)$", card.text)
+    return [
+        f"base: {data.base_model}",
+        f"licence: {data.license or 'not stated; license: in the recipe or on the card names one'}",
+        f"data: {of_data[1] if of_data else 'not stated'}",
+        f"results: {', '.join(measured) or 'none were measured'}",
+    ]
+
+
 def run_publish(arguments: list[str]) -> int:
     """`trl-fsdp-qlora publish ADAPTER_DIR --repo OWNER/NAME`; prints the result and returns the exit status, 0.
 
@@ -129,7 +142,10 @@ def run_publish(arguments: list[str]) -> int:
         files = {path.name for path in scratch.iterdir()}
         left_out = sorted({path.name for path in options.adapter.iterdir()} - files)
         print(f"to be published as {options.repo}, an adapter of {base}: {', '.join(sorted(files))}")
-        print(f"left out: {', '.join(left_out) or 'nothing'}", flush=True)
-        if not options.check:
+        print(f"left out: {', '.join(left_out) or 'nothing'}")
+        print("\n".join(described(ModelCard.load(scratch / CARD))), flush=True)
+        if options.check:
+            print("checked: it loads, and nothing was sent")
+        else:
             print(send(scratch, options.repo, options.private))
     return 0

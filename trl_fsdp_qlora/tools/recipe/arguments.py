@@ -113,13 +113,6 @@ class _Parser(OneLineParser, TrlParser):
         raise ConfigError(plain_message(message))
 
 
-# What helps with an error of TRL's or transformers', by words of its text.
-_HINTS = {
-    "bf16/gpu": " In the recipe: use_cpu: true and bf16: false.",
-    "generation_batch_size": "; it is per_device_train_batch_size x processes x gradient_accumulation_steps unless "
-    "it is set",
-}
-
 Words = Sequence[str] | None
 Defaults = Mapping[str, Any] | None
 
@@ -143,7 +136,7 @@ def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults =
     try:
         return tuple(kind(**{each.name: values[each.name] for each in fields(kind) if each.init}) for kind in types)
     except (ValueError, ImportError) as error:  # raised by the types' own checks
-        hint = next((hint for words, hint in _HINTS.items() if words in str(error)), "")
+        hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
 
 

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from peft import PeftConfig, get_peft_model
@@ -38,6 +38,9 @@ from ..evaluation.measurement import Agent, Judge
 from ..publishing.loading import TOKENIZER, has_own
 from .arguments import ConfigError, ScriptArguments
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
+
 OWN_REWARD = "environment"  # the name in `rewards` of the environment's own `get_reward`
 
 
@@ -58,7 +61,7 @@ class UserCode(NamedTuple):
 
 
 def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
-    """Import what `script` names; `settings` may have a `tool_timeout`.
+    """Import what `script` names; `settings` may have `tool_timeout` and `history`.
 
     Raises:
         UserError: an import path leads nowhere, a reward is unknown, the environment has no `reset`, or it has no
@@ -81,11 +84,14 @@ def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
     tools = [functions[path] for path in script.tools]
-    agent = Agent(tools, environment, owns_reward, (settings or {}).get("tool_timeout"))
+    settings = settings or {}
+    agent = Agent(
+        tools, environment, owns_reward, settings.get("tool_timeout"), history=settings.get("history") or "append"
+    )
     return UserCode(rewards, judge, agent, tool_format)
 
 
-def check_tool_template(tokenizer: Any, name: str) -> None:
+def check_tool_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
     """Refuse a chat template that TRL would refuse, or whose calls TRL could not read, before a weight is loaded."""
     hint = "name a function in tool_format that gives it one, for one examples/agents/calculator.py:json_calls"
     if not compat.supports_tool_calling(tokenizer):
@@ -96,7 +102,7 @@ def check_tool_template(tokenizer: Any, name: str) -> None:
         raise ConfigError(f"TRL does not know how {name!r} writes its calls; {hint}") from error
 
 
-def check_training(config: Any, model: ModelConfig) -> None:
+def check_training(config: "TrainingArguments", model: ModelConfig) -> None:
     """Refuse values that can only be a mistake, or that would end in an error after the model is loaded.
 
     The [`ConfigError`] has the line to write.
@@ -123,7 +129,7 @@ def check_training(config: Any, model: ModelConfig) -> None:
         check_installed("bitsandbytes", "load_in_4bit: true" if model.load_in_4bit else "load_in_8bit: true")
 
 
-def check_launch_environment(config: Any, model: ModelConfig) -> None:
+def check_launch_environment(config: "TrainingArguments", model: ModelConfig) -> None:
     """Refuse a launch whose processes would not know of each other, or that would not write the trained model."""
     check_processes(config.world_size)
     # An adapter is gathered with any type. Transformers' `save_model` writes other weights only as a full state dict.
@@ -143,7 +149,7 @@ def check_installed(module: str, setting: str, package: str | None = None) -> No
         raise ConfigError(f"{setting} needs {package}, which is not installed: pip install {package}")
 
 
-def check_loss(config: Any) -> None:
+def check_loss(config: "TrainingArguments") -> None:
     """Refuse a `loss_type` that TRL's trainer does not know; TRL itself refuses it in the first step."""
     stock = getattr(config, "STOCK", type(config)).__name__
     names = vars(config).get("loss_type") or []
@@ -165,7 +171,7 @@ def check_reports(report_to: Sequence[str] | str) -> None:
         raise ConfigError(f"report_to: {name} needs its package, which is not installed; install it, or set none")
 
 
-def check_reward_weights(script: ScriptArguments, config: Any) -> None:
+def check_reward_weights(script: ScriptArguments, config: "TrainingArguments") -> None:
     """Refuse `reward_weights` that are not one for each reward."""
     weights = vars(config).get("reward_weights")
     if weights is not None and len(weights) != len(script.rewards):
@@ -260,7 +266,7 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
     return config
 
 
-def build_bare(name: str, config: PretrainedConfig, **options: Any) -> nn.Module:
+def build_bare(name: str, config: PretrainedConfig, **options: object) -> nn.Module:
     """Build the class that TRL loads for `config` on the meta device; `options` go to `from_config`.
 
     Raises:
@@ -291,13 +297,33 @@ def with_adapter(bare: nn.Module, model: ModelConfig) -> nn.Module:
         ) from None
 
 
-def check_model(model: ModelConfig) -> None:
+def wrapped_here() -> tuple[str, ...]:
+    """The classes that FSDP wraps in this process, by the accelerate config's `fsdp_transformer_layer_cls_to_wrap`."""
+    names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "") if is_fsdp_launch() else ""
+    return tuple(filter(None, names.split(",")))
+
+
+def check_wrapped(bare: nn.Module, names: Sequence[str]) -> None:
+    """Refuse classes to wrap of which `bare` has no module; accelerate refuses them when training begins."""
+    classes = {type(module).__name__ for module in bare.modules()}
+    for name in names:
+        if name not in classes:
+            own = ", ".join(sorted(bare._no_split_modules or ()))
+            raise ConfigError(
+                f"fsdp_transformer_layer_cls_to_wrap: this model has no {name}, but {own}; in the accelerate config "
+                "write that, or leave the line out"
+            )
+
+
+def check_model(model: ModelConfig, wrapped: Sequence[str] = ()) -> None:
     """Build the model that a recipe trains, with its adapter and without data or quantization.
+
+    `wrapped` are names of the classes that FSDP is to wrap.
 
     It skips ZeRO-3, under which transformers fills every model that it builds, and classes that TRL loads by name.
 
     Raises:
-        ConfigError: see [`build_bare`] and [`with_adapter`].
+        ConfigError: see [`build_bare`], [`check_wrapped`] and [`with_adapter`].
     """
     if is_deepspeed_zero3_enabled():
         return
@@ -305,11 +331,16 @@ def check_model(model: ModelConfig) -> None:
     # `in` imports only the class of this config.
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         bare = build_bare(model.model_name_or_path, config, attn_implementation=model.attn_implementation)
+        check_wrapped(bare, wrapped)
         with_adapter(bare, model)
 
 
-def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> Any:
+def check_recipe(
+    script: ScriptArguments, config: "TrainingArguments", model: ModelConfig, wrapped: Sequence[str] | None = None
+) -> Any:
     """Run all checks of this module for a recipe that trains; returns the model's tokenizer.
+
+    `wrapped` are names of classes that FSDP is to wrap, by default those of this launch.
 
     Raises:
         UserError: the message has the field, the value and the line to write.
@@ -324,5 +355,5 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> An
     if code.agent is not None:
         tokenizer = code.tool_format(tokenizer)
         check_tool_template(tokenizer, model.model_name_or_path)
-    check_model(model)
+    check_model(model, wrapped_here() if wrapped is None else wrapped)
     return tokenizer

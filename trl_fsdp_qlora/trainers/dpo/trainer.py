@@ -35,7 +35,7 @@ class EfficientDPOTrainer(TrainerRun, DPOTrainer):
 
     def _compute_loss(self, model, inputs, *args, **kwargs):
         loss = super()._compute_loss(model, inputs, *args, **kwargs)
-        if self.sharing.is_active and self.sharing.figures.tokens:
+        if self.sharing.status.packs and self.sharing.figures.tokens:
             mode = "train" if self.model.training else "eval"
             for name, value in self.sharing.figures.metrics("prefix_sharing/policy").items():
                 self._metrics[mode][name].append(value)

@@ -17,14 +17,14 @@ In both cases TRL's loss sees each micro-batch unchanged.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compat import trl as trls
-from ...prefix_sharing.batch import Batch
+from ...prefix_sharing.batch import Batch, Instructions
 from ...prefix_sharing.passes import Plan, Run
 from ...prefix_sharing.prefix_cache import (
     GradAccumulator,
@@ -34,7 +34,6 @@ from ...prefix_sharing.prefix_cache import (
 )
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.row import PassRecord
-from ...prefix_sharing.wrapped_forward import Instructions
 from ...utils.random_state import RandomState
 from ...utils.replaced import replaced
 
@@ -251,7 +250,7 @@ def _parts(
         rows: number of rows of each of the M micro-batches.
         router_losses: of the micro-batches, `(M,)`; `None` if they have none.
     """
-    pieces: list[dict[str, Any]] = [{} for _ in rows]
+    pieces: list[dict] = [{} for _ in rows]
     owed = []
     for name, value in _tensors(output).items():
         split = value.split(rows)
