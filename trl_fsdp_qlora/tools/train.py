@@ -31,8 +31,9 @@ def train(
     tokenizer = check_recipe(script, config, model)
     check_output_dir(script, config, model)
     prompts, test = load_data(script)
-    plan_first(script, config, model, prompts, tokenizer)
+    plan = plan_first(script, config, model, prompts, tokenizer)
     trainer = build_trainer(trainer_class, script, config, model, prompts, eval_dataset=test)
+    trainer.clock.planned = 0 if plan is None else plan.measurable_peak
     if instead(trainer, script):
         return
     run_recipe(trainer, script, test, config.resume_from_checkpoint, model)

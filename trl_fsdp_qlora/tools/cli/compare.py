@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -46,6 +46,9 @@ from ..recipe.problems import load_data
 from ..recipe.runner import model_arguments, trainer_arguments
 from ..run.one_line import OneLineParser
 from .scripts import config_of, method_of, script_of, with_recipe
+
+if TYPE_CHECKING:
+    from ...trainers.trainer_run import TrainerRun
 
 STOCK, OURS = "stock TRL", "this package"
 PHASES = ("scoring", "loss and backward")
@@ -119,7 +122,7 @@ def verdict(apart: list[tuple[float, float]], precision: str) -> tuple[bool, str
     )
 
 
-def drawn_rewards(completions: list, **_columns: Any) -> list[float]:
+def drawn_rewards(completions: list, **_columns: object) -> list[float]:
     """The same rewards in every call, so that no group is without a difference to learn from."""
     return torch.randn(len(completions), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -235,7 +238,7 @@ def _completions(trainers: dict[str, Any], rows: list, spans: Spans) -> dict[str
     generated = []
     parts = {}
 
-    def generate_once(*args: Any, **kwargs: Any) -> Any:
+    def generate_once(*args: object, **kwargs: object) -> Any:
         if not generated:
             generated.append(generate(*args, **kwargs))
         return copy.deepcopy(generated[0])
@@ -254,11 +257,11 @@ def _completions(trainers: dict[str, Any], rows: list, spans: Spans) -> dict[str
     return parts
 
 
-def _trainable(trainer: Any) -> list[torch.Tensor]:
+def _trainable(trainer: "TrainerRun") -> list[torch.Tensor]:
     return [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
 
 
-def _gradient(trainer: Any) -> torch.Tensor:
+def _gradient(trainer: "TrainerRun") -> torch.Tensor:
     """A trainer's gradient as one vector."""
     scale = 1.0 if trainer.accelerator.scaler is None else trainer.accelerator.scaler.get_scale()
     gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in _trainable(trainer))

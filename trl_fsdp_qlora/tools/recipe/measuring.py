@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from datasets import Dataset
 from torch import nn
@@ -18,6 +18,9 @@ from .arguments import ScriptArguments
 from .checks import user_code
 from .record import RunRecord
 from .script import say
+
+if TYPE_CHECKING:
+    from ...trainers.trainer_run import TrainerRun
 
 
 def completion_length(args: TrainingArguments, script: ScriptArguments) -> int:
@@ -41,13 +44,13 @@ def measurement_of(script: ScriptArguments, args: TrainingArguments) -> Measurem
     )
 
 
-def can_measure(trainer: Any) -> bool:
+def can_measure(trainer: "TrainerRun") -> bool:
     """Whether accuracy can be measured: a trainer that draws nothing cannot generate with sharded weights."""
     return hasattr(trainer, "generating") or not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
 
 
 @contextmanager
-def _generating(trainer: Any) -> Iterator[tuple[nn.Module, bool]]:
+def _generating(trainer: "TrainerRun") -> Iterator[tuple[nn.Module, bool]]:
     """A model to generate with, and whether a forward is collective."""
     if hasattr(trainer, "generating"):
         with trainer.clock.phase("accuracy"), trainer.generating() as ready:
@@ -64,7 +67,7 @@ class AccuracyCallback(TrainerCallback):
     its first measurement. Measurements between steps are logged with their step's metrics, and are on the card.
     """
 
-    def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
+    def __init__(self, trainer: "TrainerRun", script: ScriptArguments, test: Dataset, record: RunRecord):
         self.trainer = trainer
         self.script = script
         self.test = test

@@ -75,6 +75,7 @@ def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
     shown.update(f"rewards/{name}/mean" for name in functions)
     peaks = _names(metrics, "memory/", "_peak_mib")
     memory = [series for name in peaks for series in _series(run, f"memory/{name}_peak_mib", name.replace("_", " "))]
+    memory += _series(run, "memory/planned_mib", "planned")
     first += [
         Chart("Seconds of a step", "by phase, stacked", _phases(run, metrics), kind="stack"),
         Chart("Memory", "highest use in each phase, MiB", memory),

@@ -76,6 +76,7 @@ class PhaseTimer:
         self.is_on = mode != "off"
         self.resets = mode == "peaks" or not self.memory.cuda
         self.peak: dict[str, int] = defaultdict(int)  # since the last drain; of the run if nothing is reset
+        self.planned = 0  # bytes of the run's plan at its peak; 0 if there is none
         self.tokens = 0.0  # completion tokens of all ranks in this step
         self._highest = 0  # the process's peak at the last reading
         self._spans: list[Span] = []
@@ -153,6 +154,8 @@ class PhaseTimer:
         The host keeps the allocator's statistics, so nothing is waited for.
         """
         peaks = {f"memory/{name}_peak_mib": peak / MIB for name, peak in self.peak.items()}
+        if self.planned:
+            peaks["memory/planned_mib"] = self.planned / MIB
         if self.resets:
             self.peak.clear()
         return peaks if self.memory.available else {}

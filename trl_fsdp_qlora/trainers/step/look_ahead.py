@@ -22,6 +22,8 @@ from .rows import EpisodeRows, LossRows, episode_rows, equally_many
 from .step_scores import StepScores
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
     from ...compat.trl import FusedCausalLMOutput
     from .trl_pass import Request
 
@@ -47,7 +49,7 @@ class LookAhead:
 
     def __init__(
         self,
-        args: Any,
+        args: "TrainingArguments",
         accelerator: Accelerator,
         one_by_one: bool,
         coming: Callable[[int], Sequence[LossRows]],
@@ -199,7 +201,7 @@ class LookAhead:
         return StepScores(plan, batches, count == left_in_update, sharing.packed_model.router_losses)
 
 
-def _is_alike(value: Any, planned: Any, looks_at_values: bool) -> bool:
+def _is_alike(value: object, planned: Any, looks_at_values: bool) -> bool:
     """Whether an argument of the model is as planned.
 
     Tensors are compared by their shapes, and once also by their values, because a device would wait for every

@@ -17,7 +17,7 @@ In both cases TRL's loss sees each micro-batch unchanged.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -250,7 +250,7 @@ def _parts(
         rows: number of rows of each of the M micro-batches.
         router_losses: of the micro-batches, `(M,)`; `None` if they have none.
     """
-    pieces: list[dict[str, Any]] = [{} for _ in rows]
+    pieces: list[dict] = [{} for _ in rows]
     owed = []
     for name, value in _tensors(output).items():
         split = value.split(rows)
