@@ -68,7 +68,7 @@ VALUES = {
     "--reward_weights 1 2": "reward_weights has 2 weights for 1 reward (exact_answer)",
     "--use_liger_kernel true": "use_liger_kernel: true needs liger-kernel",
     "--token_selection_rate 0.5": "token_selection_rate=0.5 needs token_selection",
-    "--dataset_split nope": "dataset_split='nope': data.jsonl has no splits",
+    "--dataset_split nope": "split 'nope': data.jsonl has no splits",
     "--prompt_template {question}{level}": "{level}: the data has no column 'level'; its columns are problem, answer",
     "--prompt_template {question}{answer}": "{answer}: it would show the right answer",
     "--rewards nofile.py:f": "nofile.py:f: there is no such file",

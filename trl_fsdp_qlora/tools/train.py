@@ -28,10 +28,10 @@ def train(
         instead: called with the trainer and the script's arguments; if it returns true, nothing is trained.
     """
     script, config, model = parse_recipe((script_class, config_class, ModelConfig))
-    tokenizer = check_recipe(script, config, model)
+    checked = check_recipe(script, config, model)
     check_output_dir(script, config, model)
     prompts, test = load_data(script)
-    plan_first(script, config, model, prompts, tokenizer)
+    plan_first(script, config, model, prompts, checked)
     trainer = build_trainer(trainer_class, script, config, model, prompts, eval_dataset=test)
     if instead(trainer, script):
         return

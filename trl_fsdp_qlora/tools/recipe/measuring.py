@@ -15,7 +15,7 @@ from ...utils.nonfatal import nonfatal
 from ..evaluation.accuracy import Evaluation, evaluate, format_result
 from ..evaluation.measurement import Measurement
 from .arguments import ScriptArguments
-from .checks import user_code
+from .checks import UserCode, user_code
 from .record import RunRecord
 from .script import say
 
@@ -25,10 +25,9 @@ def completion_length(args: TrainingArguments, script: ScriptArguments) -> int:
     return vars(args).get("max_completion_length") or vars(script)["max_completion_length"]
 
 
-def measurement_of(script: ScriptArguments, args: TrainingArguments) -> Measurement:
+def measurement_of(script: ScriptArguments, args: TrainingArguments, code: UserCode) -> Measurement:
     """How a recipe measures: with the prompts and the limits of its training."""
     settings = vars(args)  # not every trainer has every field
-    code = user_code(script, settings)
     return Measurement(
         max_new_tokens=completion_length(args, script),
         batch_size=script.accuracy_batch_size,
@@ -70,7 +69,7 @@ class AccuracyCallback(TrainerCallback):
         self.test = test
         self.record = record
         self.seconds_before = 0.0
-        self.measurement = measurement_of(script, trainer.args)
+        self.measurement = measurement_of(script, trainer.args, user_code(script, vars(trainer.args)))
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
         """Measure the held-out accuracy of the current model, on every rank."""
