@@ -39,7 +39,7 @@ test-kernels: $(VENV)/.dev
 	test -d $(VENV)/triton || $(BIN)/pip install --quiet --no-deps --target $(VENV)/triton -c constraints.txt triton
 	PYTHONPATH=$(abspath $(VENV)/triton) $(BIN)/python -m pytest tests/compat/test_kernels_compile.py
 	PYTHONPATH=$(abspath $(VENV)/triton) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" -k "triton or merges or kernel" \
-		tests/prefix_sharing/test_attention.py tests/scoring/test_logprobs.py tests/fsdp2_qlora/test_experts.py
+		tests/prefix_sharing/test_attention.py tests/scoring/test_logprobs.py tests/fsdp2_qlora/test_experts.py tests/fsdp2_qlora/test_grouped_product.py
 
 # The tests marked `gpu` without a GPU: torch's CUDA build (6 GB) on an emulated device, then on two devices those that use
 # several. It takes a while: every operation runs twice, and Triton is interpreted.

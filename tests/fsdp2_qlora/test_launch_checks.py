@@ -1,17 +1,13 @@
 """Known wrong combinations are errors before a model is loaded, with the line to change."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 from peft import LoraConfig
-from torch import nn
 from transformers import BitsAndBytesConfig
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.fsdp2_qlora import generation, launch_checks, prepare
+from trl_fsdp_qlora.fsdp2_qlora import launch_checks
 from trl_fsdp_qlora.fsdp2_qlora.launch_checks import LaunchError, check_launch, check_reference
 
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
@@ -65,15 +61,3 @@ def test_the_trainer_checks_before_it_loads(fsdp, tmp_path):
             quantization_config=FOUR_BIT,
             peft_config=LoraConfig(target_modules="all-linear"),
         )
-
-
-def test_another_release_of_torch_gathers_by_layer_and_shards_no_4_bit_base(monkeypatch):
-    monkeypatch.setattr(generation, "misfit", lambda: "torch 9.9 has no FSDPState._lazy_init")
-    monkeypatch.setattr(prepare, "misfit", generation.misfit)
-    for mode in ("auto", "once"):
-        assert generation.choose(nn.Linear(2, 2), torch.device("cpu"), mode) == "per_layer"
-    accelerator = SimpleNamespace(is_fsdp2=True, prepare=lambda model: pytest.fail("it was sharded all the same"))
-    prepare.shard_quantized_base(accelerator)
-    quantized_layer = type("Linear4bit", (nn.Linear,), {})  # known by the name of its class
-    with pytest.raises(LaunchError, match=r"torch 9\.9 has no FSDPState\._lazy_init.*ddp\.yaml"):
-        accelerator.prepare(nn.Sequential(quantized_layer(2, 2)))

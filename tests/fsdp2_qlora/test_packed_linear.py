@@ -1,4 +1,4 @@
-"""The packed layer against bitsandbytes' own, in one process."""
+"""The packed layer compared with bitsandbytes' own, in one process."""
 
 from itertools import product
 
@@ -7,7 +7,6 @@ import torch
 
 bnb = pytest.importorskip("bitsandbytes")
 
-from trl_fsdp_qlora.fsdp2_qlora.distribute import BaseNotSharded, measure_base  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.packed_linear import PackedLinear4bit, from_bytes, pack_model  # noqa: E402
 
 
@@ -67,12 +66,3 @@ def test_repacked_weights_for_avx512_are_turned_back():
     assert torch.equal(weight, stock.weight.data)
     # The repacking itself rounds the block maxima to bfloat16, for good: 2^-8 of every weight.
     torch.testing.assert_close(packed(x), stock(x), rtol=0, atol=2**-8 * stock(x).abs().max().item())
-
-
-def test_a_replicated_base_is_an_error():
-    model = torch.nn.ModuleDict({"q_proj": make_layer(), "k_proj": make_layer()})
-    pack_model(model)
-    base_bytes = measure_base(model, world_size=1)
-    assert base_bytes.ratio == 1.0 and base_bytes.state_full == base_bytes.quantized_full - 2 * 96 * 128 // 2
-    with pytest.raises(BaseNotSharded, match=r"2 ranks.*fsdp_version: 2"):
-        measure_base(model, world_size=2)

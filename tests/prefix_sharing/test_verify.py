@@ -29,15 +29,16 @@ def test_a_right_model_has_no_differences(name, labelled):
     assert verify(model, batch, gradients=False) == []
 
 
-@pytest.mark.parametrize("wrap", ["plain", "PEFT", "checkpointing", "re-entrant checkpointing"])
-def test_wrong_values_and_wrong_gradients_are_returned_at_any_time(wrap, monkeypatch):
+@pytest.mark.parametrize("is_adapter", [True, False], ids=["LoRA", "full"])
+@pytest.mark.parametrize("wrap", ["plain", "checkpointing", "re-entrant checkpointing"])
+def test_wrong_values_and_wrong_gradients_are_returned_at_any_time(wrap, is_adapter, monkeypatch):
     model = build("llama").train()
-    if wrap == "PEFT":
+    if is_adapter:
         model = get_peft_model(model, lora())
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
-    elif wrap != "plain":
+    if wrap != "plain":
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": wrap.startswith("re-entrant")})
     share_prompts(model)

@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.engines.decode import test_history as history
 from tests.tiny import trainer as make_trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
@@ -24,3 +25,13 @@ def test_a_rollout_func_that_returns_rows_trains_on_what_was_sampled(tmp_path):
     completions = inputs["completion_ids"].tolist()
     assert sorted(completions) == [[8 + i, 9, 10, 11, 13 + i] for i in range(len(completions))]
     assert any(not torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_a_template_that_strips_thinking_is_trained_as_it_is_served(tmp_path):
+    trainer = history.make_trainer(tmp_path, history.STRIPS, history="template")
+    trainer.train()
+    (inputs,) = trainer._buffered_inputs
+    seen = [row["input_ids"][~row["sampled_mask"]] for rows in inputs["rows"] for row in rows]
+    texts = trainer.processing_class.batch_decode(seen)
+    assert sum("<|im_start|>tool" in text for text in texts) == 4
+    assert not any("<think>" in text for text in texts)

@@ -1,6 +1,8 @@
 """Linear layers on a CPU: outputs and gradients compared with float64 and the layers' own, memory with stock's."""
 
+import copy
 import json
+import pickle
 import platform
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.engines.decode.test_decoding import SIZES, build, greedy
 from tests.tiny import serve_by_onednn
+from trl_fsdp_qlora import share_prompts, unshare_prompts
 from trl_fsdp_qlora.engines.decode.completions import complete
 from trl_fsdp_qlora.scoring import cpu_linear as cpu_linear
 from trl_fsdp_qlora.scoring.cpu_linear import fast_linears
@@ -80,6 +83,42 @@ def test_other_dtypes_autocast_and_other_inputs_go_the_usual_way(counted):
             assert layer(torch.randn(4, 20)).dtype == torch.bfloat16
         assert layer(torch.randn(20)).shape == (30,)
     assert not counted
+
+
+def test_layers_of_other_models_and_the_class_keep_their_forward(counted):
+    forward = nn.Linear.forward
+    x = torch.randn(4, 20)
+    layer = nn.Linear(20, 30)
+    other = nn.Linear(20, 30)
+    with fast_linears(layer):
+        assert nn.Linear.forward is forward and "forward" not in vars(other)
+        other(x)
+        assert not counted
+        with fast_linears(layer):
+            layer(x)
+        layer(x)
+        assert len(counted) == 2
+    assert "forward" not in vars(layer)
+
+
+def test_a_forward_that_replaces_the_classs_later_is_called(counted, monkeypatch):
+    layer = nn.Linear(20, 30)
+    with fast_linears(layer):
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+        assert layer("what is passed on") == "what is passed on"
+
+
+def test_a_shared_model_uses_it_until_it_is_taken_back(counted):
+    model = share_prompts(adapted())
+    ids = torch.tensor([[20, 21, 22, 23], [30, 31, 32, 33]])
+    model(ids)
+    assert counted
+    model = pickle.loads(pickle.dumps(copy.deepcopy(model.model.model.layers)))
+    unshared = unshare_prompts(share_prompts(adapted()))
+    assert not any(isinstance(x, nn.Linear) and "forward" in vars(x) for x in unshared.modules())
+    calls = len(counted)
+    unshared(ids)
+    assert len(counted) == calls
 
 
 @pytest.mark.parametrize(("vendor", "expected"), [("AuthenticAMD", True), ("GenuineIntel", False), (None, True)])

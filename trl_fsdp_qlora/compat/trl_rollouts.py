@@ -14,8 +14,10 @@ import torch
 from accelerate.logging import get_logger
 from packaging.version import Version
 
+from ..errors import UserError
 from ..utils.replaced import replaced
 from . import trl as trls
+from .signatures import module_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +45,8 @@ LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_rat
 PHI_MEAN = "vespo/phi_seq_mean"  # over completions
 GROUP_SPREAD = "frac_reward_zero_std"
 
+_OF_EVERY_BATCH = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
 # What `_prepare_inputs` of TRL 1.15 and 1.16 calls, and what is called in its place. An image stays with its row.
 _OF_SHUFFLING = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
 
@@ -59,7 +63,8 @@ def with_names(method: types.MethodType, **names: object) -> types.MethodType:
 def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: types.MethodType) -> types.MethodType:
     """`_prepare_inputs` of TRL's trainers, which shuffles a generation batch by `shuffle`.
 
-    If TRL shuffles by another name, `prepare_inputs` is returned as it is, and a line is logged.
+    If TRL shuffles by another name, `prepare_inputs` is returned as it is, and a line is logged. If TRL shuffles with
+    an argument that is not known, its own function shuffles, and a line is logged, too.
 
     Args:
         prepare_inputs: the bound method.
@@ -69,8 +74,32 @@ def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: types.MethodTy
             "Rows are shuffled one by one, as in stock TRL, and not by group: this TRL has no shuffle_sequence_dict"
         )
         return prepare_inputs
+    stock = inspect.unwrap(prepare_inputs).__globals__["shuffle_sequence_dict"]
+
+    def shuffle_groups(batch, *args, **kwargs):
+        if not args and not kwargs:
+            return shuffle(batch)
+        logger.warning_once(
+            "Rows are shuffled one by one, as in stock TRL, and not by group: this TRL's shuffle_sequence_dict gets "
+            "further arguments"
+        )
+        return stock(trls.images_by_row(batch), *args, **kwargs)
+
     whole = dict.fromkeys(_OF_SHUFFLING, lambda batch: batch)
-    return with_names(prepare_inputs, shuffle_sequence_dict=shuffle, **whole)
+    return with_names(prepare_inputs, shuffle_sequence_dict=shuffle_groups, **whole)
+
+
+def check_batch(batch: dict) -> None:
+    """Refuse a generation batch without the tensors that every step of this package reads.
+
+    Raises:
+        UserError: this TRL names them otherwise.
+    """
+    missing = [name for name in _OF_EVERY_BATCH if name not in batch]
+    if missing:
+        raise UserError(
+            f"the batches of this TRL have no {', '.join(missing)}, which every step needs: {trls.INSTALL}"
+        )
 
 
 def weighs_as_1_16() -> bool:
@@ -166,19 +195,14 @@ def foreign_turn(method: Callable) -> str | None:
     between), or if TRL is of a version that was not tested and has another body.
     """
     function = getattr(method, "__func__", method)
-    while _module_of(function).startswith("trl.") and hasattr(function, "__wrapped__"):
+    while module_of(function).startswith("trl.") and hasattr(function, "__wrapped__"):
         function = function.__wrapped__  # TRL's own decorators
-    module = _module_of(function)
+    module = module_of(function)
     if module not in _KNOWN_TURNS:
         return f"{module}.{getattr(function, '__qualname__', type(function).__name__)} draws them"
     if trls.is_tested() or source_digest(function) == _KNOWN_TURNS[module]:
         return None
     return f"{module}._generate_single_turn is not that of a TRL that was tested"
-
-
-def _module_of(function: Callable) -> str:
-    """The module whose source has a function; not its `__module__`, which `functools.wraps` copies."""
-    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
 def source_digest(function: Callable) -> str:

@@ -38,7 +38,9 @@ METHODS = {
     ),
     "_generate_single_turn": Seam("GRPO RLOO", "override", "prompts prefilled once (compact_generation)"),
     "_get_per_token_logps_and_entropies": Seam("GRPO RLOO", "override, call", "one look ahead over a step"),
-    "_tokenize_prompts": Seam("GRPO RLOO", "call", "the prompt in the start-up block, A*-PO"),
+    "_tokenize_prompts": Seam(
+        "GRPO RLOO", "override, call", "history: template, the prompt in the start-up block, A*-PO"
+    ),
     "_tool_call_loop": Seam("GRPO", "override", "episodes of different length on sharded ranks"),
     "compute_ref_log_probs": Seam("DPO", "override", "packed rows in precomputed reference passes"),
 }
@@ -66,6 +68,12 @@ ATTRIBUTES = {
     "reward_func_names": Seam("GRPO RLOO", "read"),
     "vllm_generation": Seam("GRPO RLOO", "read", "vLLM"),
 }
+
+# Methods of TRL's that get or return values of single tokens. A user who overrides one may read every token's.
+METHODS_OF_LOSS = (
+    "compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "get_high_entropy_mask",
+    "get_off_policy_mask", "get_gamma_weights",
+)  # fmt: skip
 
 # Names in TRL's modules in whose place others are found while a function of TRL's runs.
 REPLACED = {

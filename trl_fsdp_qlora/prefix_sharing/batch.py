@@ -131,7 +131,7 @@ class Batch:
         """Returns batches of equal width joined into one."""
         if len(batches) == 1:
             return batches[0]
-        joined = {}
+        joined: dict = {}
         for name in batches[0].of_tokens():
             parts = [batch.of_tokens()[name] for batch in batches]
             joined[name] = None if any(part is None for part in parts) else torch.cat(parts)
@@ -150,7 +150,7 @@ class Batch:
 
     def rows(self, rows: np.ndarray) -> "Batch":
         """Returns a batch of the rows with these indices."""
-        tensors = {}
+        tensors: dict = {}
         for name, x in self.of_tokens().items():
             tensors[name] = None if x is None else x[to_device(torch.from_numpy(rows), x.device)]
         vision = self.vision

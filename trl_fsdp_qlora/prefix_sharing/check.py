@@ -215,11 +215,12 @@ def shortened(batch: Batch, sequences: Sequences, window: int) -> Batch:
     else:
         parts_at_B = sequences.scored_BL.argmax(1) + sequences.offsets_B
     first = max(0, min(int(parts_at_B.min()) - most // 2, width - most))
-    tensors = {name: None if x is None else x[:, first : first + most] for name, x in batch.of_tokens().items()}
-    vision = {
-        name: x[:, first : first + most] if isinstance(x, torch.Tensor) and x.shape == batch.input_ids.shape else x
-        for name, x in batch.vision.items()
-    }
+    columns = slice(first, first + most)
+    tensors: dict = {name: None if x is None else x[:, columns] for name, x in batch.of_tokens().items()}
+    vision = dict(batch.vision)
+    for name, x in vision.items():
+        if isinstance(x, torch.Tensor) and x.shape == batch.input_ids.shape:
+            vision[name] = x[:, columns]
     cut = replace(batch, vision=vision, **tensors)
     wanted_B = cut.is_wanted().any(1).cpu().numpy()
     return cut.rows(np.flatnonzero(wanted_B)) if wanted_B.any() else cut
@@ -306,14 +307,15 @@ def _packed_output(packed_model: PackedModel, rows: Batch) -> ModelOutput:
     A layer that cannot be computed records the reason instead of raising, so that this rank reaches every collective.
     """
     sequences = packed_model.read(rows)
-    record = PassRecord(problems=[])
+    problems: list[str] = []
+    record = PassRecord(problems=problems)
     output = packed_model.run(rows, Forward(sequences, packed_model.build_forest(sequences), record=record))
     calls = len(record.layer_calls)
     layers = packed_model.facts.layers
     if not calls or calls % layers:  # differential attention calls its function twice a layer
-        record.problems.append(f"prefix-aware layers ran {calls} times in a forward of {layers}")
-    if record.problems:
-        raise CannotPack(record.problems[0])
+        problems.append(f"prefix-aware layers ran {calls} times in a forward of {layers}")
+    if problems:
+        raise CannotPack(problems[0])
     return output
 
 

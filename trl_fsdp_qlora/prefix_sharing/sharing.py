@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 from ..compat.peft import is_peft, looks_beyond_tokens
 from ..errors import PrefixSharingError
+from ..scoring import cpu_linear
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
 from .batch import Batch, Call, Sequences, batch_of
@@ -118,6 +119,12 @@ class PromptSharing:
         self._logged: set[str] = set()
         self._has_reported = False
 
+    @property
+    def _packed(self) -> PackedModel:
+        """The packed model of a status that packs."""
+        assert self.packed_model is not None
+        return self.packed_model
+
     # --- once -------------------------------------------------------------------------------------------------------
 
     def configure(self, model: nn.Module, options: SharingOptions) -> None:
@@ -133,6 +140,7 @@ class PromptSharing:
         if options.attention == "off":
             self.status = Status.as_stock("switched off")
             return
+        cpu_linear.put_on(self.base)
         try:
             reason = looks_beyond_tokens(model)
             if reason is not None:
@@ -147,6 +155,7 @@ class PromptSharing:
 
     def _prepare(self) -> None:
         """Give the model layers for packed rows, or settings for those that it has."""
+        cpu_linear.put_on(self.base)  # an adapter has new layers
         if self.packed_model is None or self.packed_model.facts.stamp != self.status.stamp:
             self.packed_model = PackedModel(self.base)
             self.status = Status(self.packed_model.facts.stamp)
@@ -171,7 +180,7 @@ class PromptSharing:
         if not self.status.packs:
             return
         reason = noise_reason(self.base) or looks_beyond_tokens(self.base)
-        if reason is None and self.packed_model.facts.is_recurrent and not self.status.compared:
+        if reason is None and self._packed.facts.is_recurrent and not self.status.compared:
             from .recurrent.layers import gathered_per_call
 
             reason = gathered_per_call(self.base)  # wrappers that are put on later change the stamp
@@ -200,6 +209,7 @@ class PromptSharing:
             return
         self.wrapped_forward.take_off()
         self.wrapped_backbone.take_off()
+        cpu_linear.take_off(self.base.modules())
         if self.packed_model is not None:
             self.packed_model.remove()
             self.packed_model = None
@@ -275,12 +285,12 @@ class PromptSharing:
         if reason is not None:
             self.refuse(Scope.STEP, reason)
             return None
-        rules = self.packed_model.pass_rules(batches[0].input_ids.device)
+        rules = self._packed.pass_rules(batches[0].input_ids.device)
         sequences = None
         if len({batch.input_ids.shape for batch in batches}) == 1:
             with contextlib.suppress(CannotPack):
                 sequences = self._read(*batches)
-        if any(rules.reduce([int(sequences is None)], "MAX")):
+        if any(rules.reduce([int(sequences is None)], "MAX")) or sequences is None:
             return None
         return plan_step(sequences, len(batches), rules, tokens_per_pass, one_by_one, default_limit, self._log_once)
 
@@ -312,7 +322,7 @@ class PromptSharing:
                 return
             request = Request(gradients)
         if self.packed_model is None:
-            request.reason = self.status.reason(Scope.MODEL)
+            request.reason = self.status.reason(Scope.MODEL) or request.reason
             return
         is_collective = request.is_of_user or call.instructions.of_trainer or is_sharded(self.base)
         with contextlib.nullcontext() if is_collective else deciding_alone():
@@ -337,14 +347,16 @@ class PromptSharing:
             sequences = None if batch is None else self._read(batch)
         needs_any = sequences is not None and bool(sequences.needed_B.any())
         cannot_read, is_needed = reduced_over_ranks([int(sequences is None), int(needs_any)], device)
-        if cannot_read or not is_needed:  # ranks without a token to score compare with the others
+        if (
+            batch is None or sequences is None or cannot_read or not is_needed
+        ):  # ranks without a token to score compare with the others
             return passes
         if with_images and is_collective:
-            self.packed_model.images.share(batch)
+            self._packed.images.share(batch)
         # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
         own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.set_grad_enabled(request.gradients and not is_sharded(self.base)), own_tensors:
-            request.differences = compare_rows(self.packed_model, call, batch, sequences)
+            request.differences = compare_rows(self._packed, call, batch, sequences)
         return passes
 
     def _note(self, request: Request, passes: PassType) -> None:
@@ -366,7 +378,7 @@ class PromptSharing:
         reason = self.status.reason(Scope.RANK, *[Scope.IMAGES] * has_images)
         if reason is not None:
             raise CannotPack(reason)
-        return self.packed_model.read(*batches)
+        return self._packed.read(*batches)
 
     def _is_compared(self, batch: Batch, sequences: Sequences) -> bool:
         """Whether a call was compared, so that it may be packed, or has nothing to compare."""
@@ -393,33 +405,33 @@ class PromptSharing:
             sequences = self._read(batch)
         except CannotPack as error:
             self.refuse(Scope.BATCH, str(error))
-        if sequences is not None and not self._is_compared(batch, sequences):
+        if batch is not None and sequences is not None and not self._is_compared(batch, sequences):
             sequences = None
         forwards = self._forwards_of(call, sequences)
-        if forwards is None:
+        if batch is None or forwards is None:  # without the batch of any rank there are no forwards
             return self._run_as_stock(call)
         outputs = []
         rows = []
         for forward in forwards:
             rows_of_forward = batch if forward.rows is None else batch.rows(forward.rows)
-            output = self.packed_model.run(rows_of_forward, forward)
+            output = self._packed.run(rows_of_forward, forward)
             if not forward.view.scores_nothing:
                 outputs.append(output)
                 rows.append(forward.rows)
         self._count(forward.record, start)
         output = merge(outputs, rows, batch.num_items)
-        return self.packed_model.with_router_loss(output) if batch.router_loss else output
+        return self._packed.with_router_loss(output) if batch.router_loss else output
 
     def _forwards_of(self, call: Call, sequences: Sequences | None) -> Iterable[Forward] | None:
         """Returns the forwards that compute a fused call; `None` if it runs as in stock TRL on all ranks."""
         tokens_per_pass = call.instructions.tokens_per_pass
         if tokens_per_pass is not None:
-            rules = self.packed_model.pass_rules(call.arguments["input_ids"].device)
+            rules = self._packed.pass_rules(call.arguments["input_ids"].device)
             shares = not torch.is_grad_enabled() and self.keeps_beginnings
             return plan_call(sequences, tokens_per_pass, rules, shares)
         if sequences is None:
             return None
-        return [Forward(sequences, self.packed_model.build_forest(sequences))]
+        return [Forward(sequences, self._packed.build_forest(sequences))]
 
     @but_for_the_model
     def last_hidden_states(
@@ -447,12 +459,12 @@ class PromptSharing:
         except CannotPack as error:
             self._log_once(f"A call for hidden states or logits runs padded as in stock TRL: {error}")
             return call.stock(**call.arguments)
-        forest = self.packed_model.build_forest(sequences)
+        forest = self._packed.build_forest(sequences)
         pays = forest.tokens <= (1 - LEAST_SAVED) * batch.input_ids.numel()
         if not pays or not self._is_compared(batch, sequences):
             return call.stock(**call.arguments)
         forward = Forward(sequences, forest)
-        output = self.packed_model.run(batch, forward)
+        output = self._packed.run(batch, forward)
         self._count(forward.record, start)
         return output
 
@@ -469,7 +481,7 @@ class PromptSharing:
         if reason is not None:
             raise CannotPack(reason)
         forward = call.instructions.forward
-        output = self.packed_model.run(batch, forward)
+        output = self._packed.run(batch, forward)
         self._count(forward.record, start)
         return output
 

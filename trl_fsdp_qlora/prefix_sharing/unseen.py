@@ -96,8 +96,7 @@ class Unseen(TorchFunctionMode):
 
     def add_gradients(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, a number, to the sums."""
-        leaves = [leaf for leaf in self._leaves_of([loss]) if id(leaf) in self._parameters]
-        self._differentiate([loss], [torch.ones_like(loss)], leaves)
+        self._differentiate([loss], [torch.ones_like(loss)], self._leaves_of([loss]))
 
     def squared_norm(self) -> float:
         """Returns the squared norm of all sums together."""
@@ -134,25 +133,25 @@ class Unseen(TorchFunctionMode):
         """As `torch.autograd.backward` of a part that was recomputed: its inputs get their gradients in `.grad`."""
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         gradients = [gradients] if isinstance(gradients, torch.Tensor) else gradients
-        leaves = [
-            leaf
-            for leaf in self._leaves_of(outputs)
-            if id(leaf) in self._parameters or not isinstance(leaf, nn.Parameter)
-        ]
+        leaves = self._leaves_of(outputs)
         of_leaves = self._differentiate(outputs, gradients, leaves)
         for leaf, gradient in zip(leaves, of_leaves, strict=True):
             if id(leaf) not in self._parameters and gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
     def _leaves_of(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the leaves of a graph, and prepares the re-entrant checkpoints in it."""
+        """Returns the leaves of a graph, and prepares the re-entrant checkpoints in it.
+
+        The engine runs what leads to a leaf of this list. If all parameters are inside of checkpoints, that is the
+        output of the embeddings alone.
+        """
         leaves = []
         to_visit = [output.grad_fn for output in outputs]
         seen = set(to_visit)
         while to_visit:
             node = to_visit.pop()
             leaf = getattr(node, "variable", None)
-            if leaf is not None:
+            if leaf is not None and (id(leaf) in self._parameters or not isinstance(leaf, nn.Parameter)):
                 leaves.append(leaf)
             if getattr(node, "_forward_cls", None) is CheckpointFunction:
                 node._forward_cls = _Recomputation

@@ -54,7 +54,7 @@ class WrappedBackbone:
 
     def take_off(self) -> None:
         """Give the backbone the forward back that it had before. A wrapper that was put on later stays."""
-        if not self.is_on:
+        if self._own_forward is None:
             return
         backbone: Any = self._own_forward.__self__
         vars(backbone).pop(ATTRIBUTE, None)

@@ -7,15 +7,15 @@ the private operator that this module borrows. On AMD's processors MKL runs at a
 
 import functools
 import platform
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-
-from ..utils.replaced import replaced
+from torch.overrides import handle_torch_function, has_torch_function
 
 # With fewer weights the call itself costs as much as the product.
 MANY_WEIGHTS = 2**16
@@ -62,19 +62,42 @@ def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Ten
     return True
 
 
+def put_on(model: nn.Module) -> list[nn.Linear]:
+    """Let the linear layers of a model on the CPU use [`product`]; a model on another device is unchanged.
+
+    Returns:
+        The layers that did not use it before.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.device.type != "cpu":
+        return []
+    layers = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module).forward is _LINEAR and "forward" not in vars(module):
+            module.forward = types.MethodType(_forward, module)
+            layers.append(module)
+    return layers
+
+
+def take_off(modules: Iterable[nn.Module]) -> None:
+    """Give linear layers among these modules their own forward back. A wrapper that was put on later stays."""
+    for module in modules:
+        if vars(module).get("forward") == types.MethodType(_forward, module):
+            del module.forward
+
+
 @contextmanager
 def fast_linears(model: nn.Module) -> Iterator[None]:
-    """Inside the block, linear layers of a model on the CPU use [`product`]; a model on another device is unchanged.
+    """Inside the block, linear layers of a model on the CPU use [`product`], see [`put_on`].
 
     If activations are checkpointed, the block has to contain the backward too, because the backward runs the forward
     again.
     """
-    parameter = next(model.parameters(), None)
-    if parameter is None or parameter.device.type != "cpu" or nn.Linear.forward is not _LINEAR:
+    layers = put_on(model)
+    try:
         yield
-        return
-    with replaced(nn.Linear, forward=_linear):
-        yield
+    finally:
+        take_off(layers)
 
 
 def _needs_torch(x: torch.Tensor) -> bool:
@@ -84,14 +107,26 @@ def _needs_torch(x: torch.Tensor) -> bool:
     return x.dtype is not torch.float32 or x.ndim < 2
 
 
-def _linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+def _forward(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    if type(layer).forward is not _LINEAR:  # replaced since, by the user
+        return type(layer).forward(layer, input)
     if _needs_torch(input) or not is_faster(layer.weight):
         # If a batch is not contiguous, as the last hidden states of a prefill, torch copies a bfloat16 weight once per
         # row: the head of a 0.5B model takes 50 s and 5 GB for 20 prompts, and 0.04 s with a contiguous input.
         return _LINEAR(layer, input.contiguous() if input.ndim > 2 else input)
+    return _differentiable_product(input, layer.weight, layer.bias)
+
+
+_forward.__name__ = "forward"  # pickle looks a method up by this name; a model that was read back has torch's own
+
+
+def _differentiable_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[`product`] with a gradient, if gradients are recorded."""
+    if has_torch_function((x, weight)):  # a comparison gives the function other leaves, see `prefix_sharing/unseen.py`
+        return handle_torch_function(_differentiable_product, (x, weight), x, weight, bias)
     if torch.is_grad_enabled():
-        return _Product.apply(input, layer.weight, layer.bias)
-    return product(input, layer.weight, layer.bias)
+        return _Product.apply(x, weight, bias)
+    return product(x, weight, bias)
 
 
 class _Product(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """`TrainerRun`: starting, saving, loading and logging, the same for every trainer of this package."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import is_peft
+from ..compat.signatures import users_code
 from ..compat.transformers import take_checkpointing_options_apart
 from ..compat.trl import counts_experts, is_tested
+from ..compat.trl_seams import METHODS_OF_LOSS
 from ..fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit, keep_plain_kernel
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..long_rows import tiles as token_tiles
@@ -51,6 +53,7 @@ class TrainerRun(ShardedQLoRAMixin):
     resume_command = 'trainer.train(resume_from_checkpoint="auto")'
     own_loss = False  # whether the loss is not TRL's
     runs_as_stock = False
+    why_stock: str | None = None  # why it does, or why its loss is computed with every token
     _awaits_comparison = False  # of the first step, on a TRL that was not tested
     sharing: PromptSharing | None = None
     reference_sharing: PromptSharing | None = None
@@ -83,7 +86,7 @@ class TrainerRun(ShardedQLoRAMixin):
         options = SharingOptions(
             attention=self.args.prefix_sharing,
             lm_head_kernel=self.args.lm_head_kernel,
-            entropy_gradient=self.has_entropy_bonus,
+            entropy_gradient=self._needs_entropy_gradient(),
         )
         self.sharing = install_sharing(self.accelerator.unwrap_model(self.model), options)
         if self.ref_model is not None:
@@ -91,9 +94,18 @@ class TrainerRun(ShardedQLoRAMixin):
 
     @property
     def has_entropy_bonus(self) -> bool:
-        """Whether the loss has a term in the entropy, which only GRPO's may have."""
-        args = vars(self.args)
-        return bool(args.get("entropy_coef") or args.get("use_adaptive_entropy"))
+        """Whether the loss has a term in the entropy now, which only GRPO's may have."""
+        names = ("entropy_coef", "use_adaptive_entropy")
+        return any(getattr(self, name, getattr(self.args, name, False)) for name in names)
+
+    @property
+    def users_loss(self) -> str | None:
+        """The method of the user's own that may read the value of every token, as `Class.method`."""
+        return users_code(self, METHODS_OF_LOSS)
+
+    def _needs_entropy_gradient(self) -> bool:
+        """Whether a loss may have a term in the entropy: one of the user's own may, too."""
+        return self.has_entropy_bonus or self.users_loss is not None
 
     def _tokenize_for_display(self) -> Callable | None:
         """What tokenizes a prompt for the start-up block; `None` if no prompt is shown."""
@@ -138,6 +150,7 @@ class TrainerRun(ShardedQLoRAMixin):
     def run_as_stock(self, reason: str) -> None:
         """Compute everything as TRL does from now on."""
         self.runs_as_stock = True
+        self.why_stock = reason
         for sharing in filter(None, (self.sharing, self.reference_sharing)):
             sharing.status = Status.as_stock(reason)
 
@@ -150,25 +163,17 @@ class TrainerRun(ShardedQLoRAMixin):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
-        with self.clock.phase("forward_backward"), self._fast_products(), casting_wide_sums():
+        with self.clock.phase("forward_backward"), casting_wide_sums():
             loss = super().training_step(model, *args, **kwargs)
             self._finish_backward(model)
         return loss
-
-    def _fast_products(self) -> AbstractContextManager[None]:
-        """A block in which the linear layers of a model on a CPU use the faster of two libraries' products."""
-        if self.args.device.type != "cpu":
-            return nullcontext()
-        from ..scoring.cpu_linear import fast_linears
-
-        return fast_linears(self.model)
 
     def _finish_backward(self, model) -> None:
         """Called after the backward of a micro-batch's loss; runs what is left of it if the micro-batch was cut."""
 
     def evaluate(self, *args, **kwargs):
         print_once(self)
-        with self.clock.phase("evaluate"), fitted_threads(self.model), self._fast_products():
+        with self.clock.phase("evaluate"), fitted_threads(self.model):
             return super().evaluate(*args, **kwargs)
 
     # --- saving ------------------------------------------------------------------------------------------------------

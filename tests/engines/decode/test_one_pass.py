@@ -64,13 +64,13 @@ def ours_with(tmp_path, monkeypatch):
         monkeypatch.setattr(engines, "start_engine", lambda *_, **__: engine)
         trainer = make_trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", use_vllm=True, **changes)
         trainer.kinds = []
-        run = trainer.scoring.run
+        run = trainer.trl_pass.run
 
-        def recorded(stock, request, kind, arguments):
-            trainer.kinds.append(kind)
-            return run(stock, request, kind, arguments)
+        def recorded(stock, request, purpose, arguments):
+            trainer.kinds.append(purpose)
+            return run(stock, request, purpose, arguments)
 
-        trainer.scoring.run = recorded
+        trainer.trl_pass.run = recorded
         return trainer
 
     return make

@@ -10,7 +10,7 @@ from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 from trl_fsdp_qlora.tools.cli import compare as module
 from trl_fsdp_qlora.tools.cli.compare import COMPARED, PHASES, verdict
 from trl_fsdp_qlora.tools.cli.scripts import method_of, with_recipe
-from trl_fsdp_qlora.trainers.step.scoring import Scoring
+from trl_fsdp_qlora.trainers.step.trl_pass import TrlPass
 
 SHARED_FIELDS = {
     "model_name_or_path": "base",
@@ -109,13 +109,13 @@ def test_both_are_equal(compare, folder):
 
 
 def test_a_wrong_gradient_is_different(compare, monkeypatch):
-    run = Scoring.run
+    run = TrlPass.run
 
     def off_by_a_percent(self, *args):
         values = run(self, *args)
         return (1.01 * values[0], *values[1:])
 
-    monkeypatch.setattr(Scoring, "run", off_by_a_percent)
+    monkeypatch.setattr(TrlPass, "run", off_by_a_percent)
     status, stdout, steps = compare("--steps 1 --beta 0")
     assert_different(status, stdout)
     assert steps[0][1] == pytest.approx(0.01, rel=0.01)

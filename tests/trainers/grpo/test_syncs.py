@@ -102,7 +102,7 @@ class Count(TrainerCallback):
         self.waits = Waits()
         self.micro = []
         self._made = trainer
-        self._loss = trainer.compute_loss
+        self._context = trainer.compute_loss_context_manager
         self._backward = trainer.accelerator.backward
         trainer.add_callback(self)
         trainer.train()
@@ -112,18 +112,19 @@ class Count(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1:
-            self._made.compute_loss = self.compute_loss
+            # Not `compute_loss`: whoever replaces it gets the values of every token.
+            self._made.compute_loss_context_manager = self.compute_loss_context_manager
             self._made.accelerator.backward = self.backward
             self.waits.__enter__()
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2:
             self.waits.__exit__(None, None, None)
-            del self._made.compute_loss, self._made.accelerator.backward
+            del self._made.compute_loss_context_manager, self._made.accelerator.backward
 
-    def compute_loss(self, *args, **kwargs):
+    def compute_loss_context_manager(self):
         self._first = len(self.waits.stacks)
-        return self._loss(*args, **kwargs)
+        return self._context()
 
     def backward(self, *args, **kwargs):
         self._backward(*args, **kwargs)
@@ -192,18 +193,21 @@ def waits(tmp_path_factory):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_at_most_one_wait_more_than_stock(waits, feature):
-    assert_one_more_at_most(waits(None, **FEATURES[feature][1]), waits(feature))
+    settings, shared, _ = FEATURES[feature]
+    assert_one_more_at_most(waits(None, **shared), waits(feature), selects="token_selection" in settings)
 
 
-def assert_one_more_at_most(want: Count, got: Count):
+def assert_one_more_at_most(want: Count, got: Count, selects: bool = False):
+    """Of a micro-batch. If tokens are selected, TRL's means are corrected at once, which is one wait more."""
+    more = 1 + selects
     for name, count in (("stock", want), ("ours", got)):  # the table of docs/gpu.md
         print(f"waits of {name}: micro-batches {list(map(len, count.micro))}, the rest of a step {len(count.rest)}")
     assert len(got.micro) == len(want.micro) >= MICRO_BATCHES
     assert any(got.micro)  # a micro-batch whose scores came with another's may have none
     for theirs, mine in zip(want.micro, got.micro, strict=True):
-        assert len(mine) <= len(theirs) + 1, (places(theirs), places(mine))
+        assert len(mine) <= len(theirs) + more, (places(theirs), places(mine))
     steps = [len(step.rest) + sum(map(len, step.micro)) for step in (want, got)]
-    assert steps[1] <= steps[0] + len(got.micro), (places(want.rest), places(got.rest))
+    assert steps[1] <= steps[0] + more * len(got.micro), (places(want.rest), places(got.rest))
 
 
 def test_rloo_waits_no_more_than_stocks(tmp_path):

@@ -95,7 +95,7 @@ def test_a_term_that_needs_every_completion_and_a_rate_of_one_keep_every_complet
     tmp_path, reason, heading, changes
 ):
     ours = make_trainer(tmp_path, **changes)
-    assert [heading for heading, line in ours.budget.features() if reason in line] == [heading]
+    assert [heading for heading, line in ours.features() if reason in line] == [heading]
     batch = batch_of(ours)
     batch["advantages"][:4] = 0.0
     assert_close(loss_and_gradients(ours, batch), loss_and_gradients(ours, batch, stock=True))
@@ -175,7 +175,7 @@ def test_scored_tokens_do_not_depend_on_how_many_ranks_share_a_batch(tmp_path):
     def part(rows):
         return {k: x[rows] if isinstance(x, torch.Tensor) and x.ndim else x for k, x in batch.items()}
 
-    one, first, second = (ours.budget.choose(part(slice(*ends)), 0, 0) for ends in ((0, 8), (0, 4), (4, 8)))
+    one, first, second = (ours._choice(part(slice(*ends))) for ends in ((0, 8), (0, 4), (4, 8)))
     assert torch.equal(first.counts + second.counts, one.counts)
     assert not second.scored_BC.any() and 0 < one.scored_BC.sum() < batch["completion_mask"].sum()
 

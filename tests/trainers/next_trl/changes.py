@@ -202,6 +202,7 @@ def every_change() -> Iterator[Change]:
     yield from methods_between()
     yield from defaults()
     yield from inputs()
+    yield from shuffles()
     yield from losses()
     yield from forwards()
 
@@ -326,8 +327,22 @@ def inputs() -> Iterator[Change]:
         )
         both = [per_token, result_of_tokens(trainer, 'inputs["new_per_token"] * per_token_logps')]
         yield Change(f"inputs: {trainer} per token", in_turn(*both), (trainer,))
-        renamed = rename_text(of_trainer(trainer), '"advantages"', '"row_advantages"')
-        yield Change(f"inputs: {trainer} advantages have another key", renamed, (trainer,))
+        for key in ("advantages", "completion_mask"):
+            renamed = rename_text(of_trainer(trainer), f'"{key}"', f'"row_{key}"')
+            yield Change(f"inputs: {trainer} {key}", renamed, (trainer,))
+
+
+SHUFFLED = "generation_batch = shuffle_sequence_dict(generation_batch"
+
+
+def shuffles() -> Iterator[Change]:
+    """The shuffle gets a further argument from TRL's trainers."""
+    for trainer in ("GRPO", "RLOO"):
+        edit = in_turn(
+            argument_more("trainer/utils.py", "shuffle_sequence_dict", calls_pass_it=False),
+            replace(of_trainer(trainer), (SHUFFLED, f"{SHUFFLED}, new_option=1")),
+        )
+        yield Change(f"shuffle: {trainer} shuffle_sequence_dict", edit, (trainer,))
 
 
 def in_turn(*edits: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -362,7 +377,9 @@ def losses() -> Iterator[Change]:
             whole = formula if trainer != "DPO" else f"({formula}) if torch.is_tensor(x) else x"
             yield Change(f"loss: {trainer} {formula}", result_changed(file, "_compute_loss", whole), (trainer,))
         yield Change(f"loss: {trainer} 3 * x outside", result_changed(file, "compute_loss", "3 * x"), (trainer,))
+    began = "(self.state.global_step > 0) * per_token_logps"
     terms = {
+        "a term from the second step on": began,
         "a term of log-probabilities": "per_token_logps",
         "their square": "per_token_logps**2",
         "probabilities": "-torch.exp(per_token_logps)",
@@ -371,6 +388,9 @@ def losses() -> Iterator[Change]:
     for trainer in ("GRPO", "RLOO"):
         for kind, term in terms.items():
             yield Change(f"loss: {trainer} {kind}", result_of_tokens(trainer, term), (trainer,))
+        one_row = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+        term = result_of_tokens(trainer, "per_token_logps")
+        yield Change(f"loss: {trainer} a term, rows one by one", term, (trainer,), settings=one_row)
         yield Change(
             f"loss: {trainer} advantages clipped",
             replace(of_trainer(trainer), (READ, 'advantages = inputs["advantages"].clamp(-0.5, 1.0)\n')),

@@ -16,7 +16,7 @@ from tests.trainers.dpo.ranks_worker import RANK, WORLD_SIZE
 from tests.trainers.next_trl.steps import Lines
 from trl_fsdp_qlora.trainers import trainer_run
 from trl_fsdp_qlora.trainers.starting import first_step
-from trl_fsdp_qlora.trainers.step.scoring import Scoring
+from trl_fsdp_qlora.trainers.step.trl_pass import TrlPass
 
 
 def in_micro_batches(out):
@@ -25,9 +25,9 @@ def in_micro_batches(out):
 
 def plant_on(wrong_rank: int) -> None:
     """Let the log-probabilities of this rank be wrong, if it is the one."""
-    Scoring._finished = finished
+    TrlPass._finished = finished
     if wrong_rank == RANK:
-        Scoring._finished = lambda *args: (1.5 * finished(*args)[0], *finished(*args)[1:])
+        TrlPass._finished = lambda *args: (1.5 * finished(*args)[0], *finished(*args)[1:])
 
 
 def compared(*args):
@@ -59,7 +59,7 @@ def main(path, out, *scenarios):
 
 
 settings = ranks_worker.settings
-finished = Scoring._finished
+finished = TrlPass._finished
 difference = first_step._difference
 reasons: list[str | None] = []
 

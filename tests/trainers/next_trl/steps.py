@@ -193,10 +193,10 @@ def main(numbers: list[int]) -> None:
 
 def plant(trainer, fault: str) -> None:
     """Let the package compute wrong log-probabilities, and compare the first step or not."""
-    from trl_fsdp_qlora.trainers.step.scoring import Scoring
+    from trl_fsdp_qlora.trainers.step.trl_pass import TrlPass
 
-    stock = Scoring._finished
-    Scoring._finished = lambda *args: (1.5 * stock(*args)[0], *stock(*args)[1:])
+    stock = TrlPass._finished
+    TrlPass._finished = lambda *args: (1.5 * stock(*args)[0], *stock(*args)[1:])
     trainer._awaits_comparison = fault == "compared"
 
 

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+import trl_fsdp_qlora
+from tests import tiny
 from tests.trainers.next_trl import steps
 from tests.trainers.next_trl.changes import Change
 from trl_fsdp_qlora.trainers import trainer_run
+from trl_fsdp_qlora.trainers.grpo import trainer as grpo_trainer
 from trl_fsdp_qlora.trainers.starting import first_step
-from trl_fsdp_qlora.trainers.step.scoring import Scoring
+from trl_fsdp_qlora.trainers.step.trl_pass import TrlPass
 
 NOTHING = Change("nothing", lambda folder: None)
 SAMPLED = {"token_selection": "uniform", "token_selection_rate": 0.5}
@@ -47,8 +50,8 @@ def test_a_selection_of_tokens_is_no_difference(untested, caplog):
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_a_difference_is_one_line_and_the_run_continues_as_stock(name, untested, monkeypatch, caplog):
     expected = steps.run(name, False, NOTHING)
-    finished = Scoring._finished
-    monkeypatch.setattr(Scoring, "_finished", lambda *args: (1.5 * finished(*args)[0], *finished(*args)[1:]))
+    finished = TrlPass._finished
+    monkeypatch.setattr(TrlPass, "_finished", lambda *args: (1.5 * finished(*args)[0], *finished(*args)[1:]))
     losses, update = steps.run(name, True, NOTHING)
     (line,) = [record.getMessage() for record in caplog.records if "The run continues" in record.getMessage()]
     assert "the gradients have the norm" in line or "the loss is" in line
@@ -72,4 +75,48 @@ def test_what_cannot_compare_has_a_line(under, tmp_path, caplog):
     name = {"DeepSpeed": "is_deepspeed_enabled", "FSDP1": "is_fsdp_enabled"}[under]
     setattr(trainer, name, True)
     assert not first_step.is_to_be_compared(trainer)
-    assert f"Under {under} the first step is not compared with TRL's own" in caplog.text
+    (line,) = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
+    assert under in line
+
+
+def with_own_loss(cls):
+    """A user's loss that doubles TRL's and counts its calls."""
+
+    class Doubled(cls):
+        calls = 0
+
+        def compute_loss(self, *args, **kwargs):
+            Doubled.calls += 1
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    return Doubled
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO", "DPO"])
+def test_what_is_below_a_users_loss_is_compared_and_the_users_is_called_once_in_each_step(name, untested, monkeypatch):
+    """It was never compared, and the line said that it was."""
+    made = trl_fsdp_qlora.__getattr__(f"Efficient{name}Trainer")
+    users = with_own_loss(made)
+    monkeypatch.setattr(trl_fsdp_qlora, f"Efficient{name}Trainer", users, raising=False)
+    reasons = []
+    stock = first_step._difference
+    monkeypatch.setattr(first_step, "_difference", lambda *args: reasons.append(stock(*args)) or reasons[-1])
+    steps.run(name, True, NOTHING)
+    assert reasons == [None]
+    assert users.calls == 2 * 4  # two steps of four micro-batches
+
+
+@pytest.mark.parametrize("cls, config", [("TSPMOTrainer", "TSPMOConfig"), ("AStarPOTrainer", "AStarPOConfig")])
+def test_a_loss_that_is_not_trls_has_a_line(cls, config, untested, tmp_path, caplog):
+    cls, config = (getattr(trl_fsdp_qlora, name) for name in (cls, config))
+    made = tiny.trainer(cls, config, tmp_path, peft_config=tiny.lora(), per_device_train_batch_size=4)
+    assert not first_step.is_to_be_compared(made)
+    assert f"{cls.__name__}'s own" in caplog.text
+
+
+def test_no_completion_is_left_out_on_a_trl_that_was_not_tested(monkeypatch, tmp_path):
+    monkeypatch.setattr(grpo_trainer, "is_tested", lambda: False)
+    made = steps.make("GRPO", True, str(tmp_path), NOTHING)
+    made.train()
+    assert "tokens/scored_fraction" not in made.state.log_history[0]
+    assert "never run with this TRL" in made.startup.block

@@ -3,6 +3,7 @@
 As a script: one of two ranks that fill a batch, train under DDP and decode.
 """
 
+import functools
 import itertools
 import json
 import sys
@@ -40,9 +41,12 @@ def test_variance_is_different_rewards():
 
 def sampling(size=10, max_rounds=3, seed=0, group=2, accelerator=None):
     args = SimpleNamespace(num_generations=group, dynamic_sampling_max_rounds=max_rounds, seed=seed)
-    args.multi_objective_aggregation = "sum_then_normalize"
     dataset = [{"n": i} for i in range(size)]
-    return DynamicSampling(args, dataset, accelerator or Accelerator(cpu=True), torch.ones(1))
+    return DynamicSampling(args, dataset, accelerator or Accelerator(cpu=True))
+
+
+def is_varied_of(group):
+    return functools.partial(groups_with_variance, weights_K=torch.ones(1), group_size=group, normalizes_each=False)
 
 
 def fill(dynamic_sampling, rewards_of, batch):
@@ -63,7 +67,7 @@ def fill(dynamic_sampling, rewards_of, batch):
         return ScoredRows(rows, [f"c{row['n']}" for row in rows], rewards)
 
     inputs = [dynamic_sampling.dataset[i] for i in batch for _ in range(2)]
-    filled, metrics = dynamic_sampling.fill(inputs, draw)
+    filled, metrics = dynamic_sampling.fill(inputs, draw, is_varied_of(2))
     metrics = {name.removeprefix("dynamic_sampling/"): value for name, value in metrics.items()}
     return filled, metrics, rounds[1:]
 
@@ -221,7 +225,7 @@ def filled_of(accelerator: Accelerator) -> dict:
     dynamic_sampling = sampling(20, group=4, accelerator=accelerator)
     rows = [dynamic_sampling.dataset[i] for i in (0, 3, 4) for _ in range(4)]
     share = len(rows) // accelerator.num_processes
-    filled, metrics = dynamic_sampling.fill(rows[accelerator.process_index * share :][:share], draw)
+    filled, metrics = dynamic_sampling.fill(rows[accelerator.process_index * share :][:share], draw, is_varied_of(4))
     return {
         "inputs": [row["n"] for row in filled],
         "drawn": filled.drawn,

@@ -90,7 +90,7 @@ def test_an_argument_of_trls_own_is_trls(tmp_path, monkeypatch):
         taken.append(compute_metrics)
         construct(self, **call)
 
-    monkeypatch.setattr(on_policy, "constructor_parameters", lambda cls: ["compute_metrics"])
+    monkeypatch.setattr(on_policy, "parameters_of", lambda cls, method: ["compute_metrics"])
     monkeypatch.setattr(on_policy.TrainerRun, "__init__", stock)
     function = Recorded()
     trained(*TRAINERS[0], tmp_path, function)

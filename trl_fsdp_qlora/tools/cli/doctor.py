@@ -130,6 +130,8 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
     """What the run's own command would refuse first, with the fields in `rest` and the options `launcher`."""
     from transformers.utils import logging
 
+    from ...compat.trl_rollouts import with_response_schema
+    from ...engines.decode.history import NOT_AS_SERVED, strips_thinking
     from ..planning.launches import read_launch
     from ..recipe.checks import check_recipe
 
@@ -144,7 +146,10 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
         launch = read_launch(name, processes or None)
         script, config, model = _parsed(rest, launch.processes)
         wrapped = launch.units if isinstance(launch.units, tuple) else ()
-        check_recipe(script, config, model, wrapped)
+        tokenizer = check_recipe(script, config, model, wrapped)
+        appends = bool(script.tools or script.environment) and vars(config).get("history") == "append"
+        if appends and strips_thinking(with_response_schema(tokenizer)):
+            yield Finding("warning", "history", NOT_AS_SERVED)
         text = f"{type(config).__name__}, {launch.processes} process{'es' * (launch.processes > 1)}"
         yield Finding("ok", "recipe", text)
     except UserError as error:

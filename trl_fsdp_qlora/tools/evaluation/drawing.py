@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,6 +26,7 @@ from trl import GRPOTrainer
 from ...compat import trl_rollouts
 from ...compat.transformers import tokenizer_of
 from ...engines.decode.completions import generate
+from ...engines.decode.history import rendering, tokenized_as_served
 from ...engines.decode.tools import limited_tools
 from ...engines.decode.turns import KeptTurns
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes
@@ -103,6 +105,7 @@ class MeasuringTrainer(GRPOTrainer):
         self.tools = []
         self.draw_settings: Draw | None = None
         self._tool_timeout = None
+        self._history = "append"
         self._turns: KeptTurns | None = None
         self._outcome: Any = None
         if agent is not None:
@@ -112,6 +115,7 @@ class MeasuringTrainer(GRPOTrainer):
         """Set up tools and environment as `GRPOTrainer.__init__` does."""
         self._standalone_tools = agent.tools
         self._tool_timeout = agent.tool_timeout
+        self._history = agent.history
         self._multi_environment = False
         environment = None
         if agent.environment is not None:
@@ -177,8 +181,13 @@ class MeasuringTrainer(GRPOTrainer):
             self._any_rank_continues(True)
         return self._next_turn(prompt_ids, vision), None
 
+    def _tokenize_prompts(self, prompts):
+        stock = super()._tokenize_prompts
+        return stock(prompts) if self._history == "append" else tokenized_as_served(self, stock, prompts)
+
     def _tool_call_loop(self, prompts, prompt_ids, *arguments):
-        result = super()._tool_call_loop(prompts, prompt_ids, *arguments)
+        with nullcontext() if self._history == "append" else rendering(self, prompts, prompt_ids):
+            result = super()._tool_call_loop(prompts, prompt_ids, *arguments)
         # In TRL a rank leaves the loop when its own episodes are over. It takes part in the turns of the other ranks
         # with a prompt whose completion is not used.
         while self._any_rank_continues(False):

@@ -21,6 +21,7 @@ class Agent:
     environment: Callable | None = None
     owns_reward: bool = False  # an episode is right if its environment's reward is at least 1
     tool_timeout: float | None = None  # seconds after which a call is an error that the model reads
+    history: str = "append"  # what the model sees of its earlier turns, see `engines/decode/history.py`
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for TRL's trainer."""

@@ -58,7 +58,7 @@ class UserCode(NamedTuple):
 
 
 def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
-    """Import what `script` names; `settings` may have a `tool_timeout`.
+    """Import what `script` names; `settings` may have `tool_timeout` and `history`.
 
     Raises:
         UserError: an import path leads nowhere, a reward is unknown, the environment has no `reset`, or it has no
@@ -81,7 +81,10 @@ def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
     tools = [functions[path] for path in script.tools]
-    agent = Agent(tools, environment, owns_reward, (settings or {}).get("tool_timeout"))
+    settings = settings or {}
+    agent = Agent(
+        tools, environment, owns_reward, settings.get("tool_timeout"), history=settings.get("history") or "append"
+    )
     return UserCode(rewards, judge, agent, tool_format)
 
 

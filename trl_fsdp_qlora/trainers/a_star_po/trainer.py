@@ -10,15 +10,15 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from ...compat import trl as trls
+from ...compat.peft import is_reference
 from ...compat.transformers import model_name, tokenizer_of
-from ...compat.trl_rollouts import GROUP_SPREAD, REFERENCE_LOGPS, has_response_format, rewards_of_rank
+from ...compat.trl_rollouts import GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, has_response_format, rewards_of_rank
 from ...engines.decode.completions import generate
 from ...utils.plain import counted
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollouts.dynamic_sampling import combine
 from ..starting.arguments import config_or_default
 from ..starting.input_checks import columns_of
-from ..step.scoring import Request
 from .config import AStarPOConfig
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
 from .values import ReferenceValues, Report, keyed
@@ -39,10 +39,10 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     """
 
     own_loss = True
+    takes_rows = False  # stage 1 draws single turns
     _tag_names = ["trl", "a-star-po", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
     _weighs_in_loss = True  # the losses have no ratio, so a pass for weights would be wasted
-    # If a generation batch serves several optimizer steps, TRL asks for these values for its importance ratio.
-    _needs_old_policy = False
+    _makes_batch = False  # whether TRL's code that makes a generation batch is running
     method_on_card = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
@@ -195,6 +195,29 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     # --- stage 2 -----------------------------------------------------------------------------------------------------
 
+    def _make_batch(self, stock, inputs):
+        def without_old_policy(inputs):
+            self._makes_batch = True
+            try:
+                batch = stock(inputs)
+            finally:
+                self._makes_batch = False
+            batch.pop(OLD_LOGPS, None)
+            return batch
+
+        return super()._make_batch(without_old_policy, inputs)
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        # If a generation batch serves several optimizer steps, TRL asks for the old policy's values, for an importance
+        # ratio that the losses here do not have. That pass runs nothing.
+        is_old_policy = self._makes_batch and model is self.model and not is_reference(model)
+        if is_old_policy and not torch.is_grad_enabled():
+            zeros = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
+            return zeros, None, None
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
+
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:  # V* is not estimated of problems that are evaluated
             return super()._generate_and_score_completions(inputs)
@@ -219,21 +242,22 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         logged.extend(advantage.tolist())
         return batch
 
-    def _scored_tokens(self, inputs, ahead):
+    def _choice(self, inputs, ahead=0):
         return None  # both losses sum over every token
 
     def _compute_loss(self, model, inputs):
         mask_BC = inputs["completion_mask"]
-        logps_BC, entropies_BC, aux_loss = self._score_completions(Request(model, inputs), inputs)
+        logps_BC, entropies_BC, aux_loss = self._score_completions(self._request(model, inputs))
         ref_logps_BC = inputs[REFERENCE_LOGPS]
         advantages_B = inputs["advantages"]
+        sums = {"entropy": ((entropies_BC * mask_BC).sum(), mask_BC.sum())}
         if self.args.objective == "advantage_weighted":
             loss, kl_BC = advantage_weighted_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.beta)
         else:
             loss, kl_BC, implicit_B = regression_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.args.beta2)
-            self._record("implicit_reward", implicit_B.sum(), torch.ones_like(implicit_B).sum())
-        self._record("kl", kl_BC.sum(), mask_BC.sum())
-        self._record("entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())
+            sums["implicit_reward"] = (implicit_B.sum(), torch.ones_like(implicit_B).sum())
+        sums["kl"] = (kl_BC.sum(), mask_BC.sum())
+        self._record_means(sums)
         if self.has_entropy_bonus:  # without a bonus the entropies have no gradient
             loss = loss - self.entropy_coef * (entropies_BC * mask_BC).sum() / mask_BC.sum().clamp(min=1)
         if self.aux_loss_enabled:
@@ -241,8 +265,10 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         # `Trainer` leaves the division to the trainer, as for GRPO.
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
 
-    def _record(self, name: str, total, count) -> None:
-        """Log the mean of a metric over all ranks; `total` and `count` are on the device."""
-        pair = self.accelerator.reduce(torch.stack([total.detach().float(), count.float()]), reduction="sum")
-        means = self._metrics["train" if self.model.training else "eval"][name]
-        self.telemetry.later(pair, lambda sums: means.append(sums[0] / max(sums[1], 1)))
+    def _record_means(self, sums: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Log means over all ranks; `sums` are totals and counts by the names of metrics."""
+        pairs = torch.stack([torch.stack([total.detach().float(), count.float()]) for total, count in sums.values()])
+        means = self._metrics["train" if self.model.training else "eval"]
+        # One wait for the device, where TRL's losses have ten: the means are there when the loss is.
+        for name, (total, count) in zip(sums, self.accelerator.reduce(pairs, reduction="sum").tolist(), strict=True):
+            means[name].append(total / max(count, 1))

@@ -8,6 +8,8 @@ from ..config_fields import documented, option
 from ..options import OnPolicyConfig
 from .token_budget import check_config
 
+HISTORIES = ("append", "template")
+
 
 @documented
 @dataclass(repr=False)
@@ -70,6 +72,12 @@ class EfficientGRPOConfig(OnPolicyConfig, GRPOConfig):
         "With rollouts_ahead: seconds that a checkpoint waits for the generation batch in flight. After that the "
         "checkpoint lacks it, and a run that resumes from there draws for the same prompts again.",
     )
+    history: str = option(
+        "append",
+        "With tools and environments: what the model sees of its earlier turns. 'append' is TRL's loop: all that was "
+        "sampled. 'template' renders the messages by the chat template before every turn, as a server does, so what "
+        "is trained is what is served.",
+    )
     tool_timeout: float | None = option(
         300.0,
         "With tools and environments: seconds after which a call of a tool is an error, which the model reads like "
@@ -79,5 +87,7 @@ class EfficientGRPOConfig(OnPolicyConfig, GRPOConfig):
     def __post_init__(self):
         if self.num_generations < 1:
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
+        if self.history not in HISTORIES:
+            raise ValueError(f"history={self.history!r} is not known; use one of {', '.join(HISTORIES)}")
         super().__post_init__()
         check_config(self)

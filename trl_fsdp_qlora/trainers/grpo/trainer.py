@@ -7,7 +7,7 @@ from functools import partial, wraps
 import torch
 
 from ...compat.transformers import model_name
-from ...compat.trl import GRPOTrainer
+from ...compat.trl import GRPOTrainer, is_tested
 from ...compat.trl_rollouts import (
     IMPORTANCE_RATIO,
     OLD_LOGPS,
@@ -19,17 +19,18 @@ from ...compat.trl_rollouts import (
     weighs_as_1_16,
 )
 from ...errors import UserError
+from ...utils.nonfatal import nonfatal
 from ...utils.replaced import replaced
-from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, to_rows
-from ..rollouts.episodes import agreed_rows, with_rows
+from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, groups_with_variance, to_rows
+from ..rollouts.episodes import agreed_rows, completions_of, with_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
 from ..starting.arguments import bound_to, completed
 from ..step.rows import padded_batch
-from ..step.scoring import Request
+from ..step.trl_pass import Request
 from .arguments import check_call
 from .config import EfficientGRPOConfig
-from .token_budget import TokenBudget, drop_missing
+from .token_budget import LossTerms, TokenBudget, correct_means, drop_missing, entropy_scale
 
 WEIGHS_AS_1_16 = weighs_as_1_16()
 
@@ -63,13 +64,16 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
     method_on_card = "GRPO"
     # Whether the loss can be that of episodes of several rows.
     takes_rows = True
+    _episodes = None  # the rows of the episodes that are being drawn, if the template renders their history
 
     @wraps(GRPOTrainer.__init__)
     def __init__(self, *positional, **named):
         call = completed(bound_to(GRPOTrainer, positional, named, ("compute_metrics",)), EfficientGRPOConfig, "GRPO")
         check_call(call)
+        if call["args"].history == "template" and not self.takes_rows:
+            raise UserError(f"{self.method_on_card.split()[0]} knows no episodes of several rows: use history: append")
         super().__init__(**call)
-        self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
+        self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator)
         if self.use_vllm:
             from ...engines.vllm.correction import WeightSyncCheck, draws_from_policy
             from ...engines.vllm.engine import served_model
@@ -81,12 +85,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
                 trained=model_name(self.model),
                 served=partial(served_model, self.vllm_generation, self.args.temperature),
             )
-        self.budget = TokenBudget(
-            self.args,
-            self.accelerator.process_index,
-            entropy_bonus=self.has_entropy_bonus,
-            router_loss=self.aux_loss_enabled,
-        )
+        self.budget = TokenBudget(self.args, self.accelerator.process_index)
 
     # --- a generation batch ------------------------------------------------------------------------------------------
 
@@ -96,7 +95,14 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         weighs_here = self.vllm_importance_sampling_correction and not self._weighs_in_loss
         overrides = {"vllm_importance_sampling_correction": weighs_here}
         if self.model.training and self.args.dynamic_sampling:
-            rows, metrics = self.dynamic_sampling.fill(inputs, self._draw_rows)
+            # TRL reads these attributes in each batch, and a callback may have set them.
+            is_varied = partial(
+                groups_with_variance,
+                weights_K=self.reward_weights,
+                group_size=self.num_generations,
+                normalizes_each=self.multi_objective_aggregation == "normalize_then_sum",
+            )
+            rows, metrics = self.dynamic_sampling.fill(inputs, self._draw_rows, is_varied)
             self._add_metrics(metrics)
             self._pending_extra_logs.update(rows.extras())
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
@@ -107,12 +113,10 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         try:
             with replaced(self, **overrides):
                 batch = stock(inputs)
-            if self.scoring.rows_of_batch is not None:
-                batch[ROWS] = self.scoring.rows_of_batch
+            if self.trl_pass.rows_of_batch is not None:
+                batch[ROWS] = self.trl_pass.rows_of_batch
         finally:
-            self.scoring.rows_of_batch = None
-        if not self._needs_old_policy:
-            batch.pop(OLD_LOGPS, None)
+            self.trl_pass.rows_of_batch = None
         if self.use_vllm and OLD_LOGPS in batch and SAMPLED_LOGPS in batch:
             self._compare_with_engine(batch, batch[OLD_LOGPS])
         return batch
@@ -135,7 +139,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
     @property
     def may_have_rows(self) -> bool:
         """Whether an episode may have several rows, see `step/rows.py`; the same on every rank."""
-        return self.rollout_func is not None
+        return self.rollout_func is not None or (bool(self.tools) and self.args.history == "template")
 
     def _with_rows_noted(self, draw):
         """`draw`, a `_generate`, whose episodes' rows are noted for the passes that follow. Collective."""
@@ -145,7 +149,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             rows = agreed_rows(Generated(*drawn[: len(Generated._fields)]), self.accelerator.device)
             if rows is not None and not self.takes_rows:
                 raise UserError(f"{self.method_on_card.split()[0]} knows no episodes of several rows: use GRPO")
-            self.scoring.rows_of_batch = rows
+            self.trl_pass.rows_of_batch = rows
             return drawn
 
         return generate
@@ -156,7 +160,11 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
                 stack.enter_context(self.rollout.episodes(self.max_tool_calling_iterations))
             if self.rollout_func is not None:
                 stack.enter_context(replaced(self, rollout_func=with_rows(self.rollout_func)))
-            return super()._generate(*args, **kwargs)
+            stack.enter_context(replaced(self, _episodes=None))
+            drawn = super()._generate(*args, **kwargs)
+            if self._episodes is not None:
+                Generated(*drawn[: len(Generated._fields)]).extra_fields[ROWS] = self._episodes
+            return drawn
 
     def _generate_single_turn(self, *args, **kwargs):
         stock = super()._generate_single_turn
@@ -168,15 +176,33 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             turn = turn._replace(multimodal_fields=turn.multimodal_fields | types)
         return self.rollout.training_turn(stock, turn, self.model_wrapped, self._generate_settings())
 
+    def _tokenize_prompts(self, prompts):
+        stock = super()._tokenize_prompts
+        if self.args.history == "append":
+            return stock(prompts)
+        from ...engines.decode.history import tokenized_as_served
+
+        return tokenized_as_served(self, stock, prompts)
+
     def _tool_call_loop(self, prompts, prompt_ids, *args, **kwargs):
+        from ...engines.decode.history import rendering
         from ...engines.decode.tools import limited_tools
 
-        with limited_tools(self, ("_sync_tool_dicts", "_async_tool_dicts"), self.args.tool_timeout):
+        renders = self.args.history == "template"
+        with (
+            limited_tools(self, ("_sync_tool_dicts", "_async_tool_dicts"), self.args.tool_timeout),
+            rendering(self, prompts, prompt_ids) if renders else nullcontext() as history,
+        ):
             result = super()._tool_call_loop(prompts, prompt_ids, *args, **kwargs)
         # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
-        return result
+        if not renders:
+            return result
+        tool_mask, completions, completion_ids, logprobs, *figures = result
+        self._episodes = history.rows(completion_ids, tool_mask, logprobs)
+        drawn = completions_of(self._episodes)
+        return drawn["masks"], completions, drawn["completion_ids"], drawn["logprobs"], *figures
 
     def generating(self, wrapped=None):
         # With vLLM the model is the engine, which then holds the current adapter.
@@ -210,73 +236,97 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         """The weighted sum of each completion's rewards, `(N,)`, of the last generation batch."""
         return combine(self.rewards_NK, self.reward_weights)
 
-    def run_as_stock(self, reason):
-        super().run_as_stock(reason)
-        self.budget.strategy = "all"
-        self.budget.why_all_are_kept = reason
-
     # --- the loss ----------------------------------------------------------------------------------------------------
 
-    def _scored_tokens(self, inputs, ahead):
+    def _terms(self) -> LossTerms:
+        """What TRL's loss reads of this trainer now; an attribute that this TRL lacks is the config's."""
+        names = ("loss_type", "beta", "importance_sampling_level", "off_policy_mask_threshold", "top_entropy_quantile")
+        values = (getattr(self, name, getattr(self.args, name)) for name in names)
+        return LossTerms(*values, self.has_entropy_bonus, self.aux_loss_enabled, is_tested())
+
+    def _why_every_token(self) -> str | None:
+        """Why every token of every completion is computed, for any terms of the loss; `None` if it need not be."""
+        if self.why_stock is not None or self.users_loss is None:
+            return self.why_stock
+        return f"{self.users_loss} may read every token's values"
+
+    def _choice(self, inputs, ahead=0):
+        """The tokens of a micro-batch that are computed; `None` if all are."""
+        if self.why_stock is not None:
+            return None
         micro_step = (self._step + ahead) % self.args.gradient_accumulation_steps
-        choice = self.budget.choose(inputs, self.state.global_step, micro_step)
+        draw = (self.state.global_step, micro_step)
+        return self.budget.choose(inputs, self._terms(), self._why_every_token(), draw)
+
+    def _scored_tokens(self, inputs, ahead=0):
+        choice = self._choice(inputs, ahead)
         return None if choice is None else choice.scored_BC
 
     def _compute_loss(self, model, inputs, *args, **kwargs):
-        micro_step = self._step % self.args.gradient_accumulation_steps
-        choice = self.budget.choose(inputs, self.state.global_step, micro_step) if self.model.training else None
-        request = Request(model, inputs)
+        choice = self._choice(inputs) if self.model.training else None
         if choice is None:
-            return self._requested_loss(request, inputs, *args, **kwargs)
-        request = replace(request, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
-        loss = self._requested_loss(request, choice.inputs, *args, **kwargs)
-        if not self.scoring.is_answered:
-            self.budget.keep_all("TRL's loss asks for its log-probabilities in a way that is not known")
-            return self._requested_loss(Request(model, inputs), inputs, *args, **kwargs)
+            return self._loss(self._request(model, inputs), inputs, *args, **kwargs)
         counts = self.accelerator.reduce(choice.counts, reduction="sum")  # every rank calls it, skipped rows or not
-        self.telemetry.later(counts, self.budget.report(self._metrics["train"]))
+        request = replace(
+            self._request(model, inputs),
+            scored_BC=choice.scored_BC,
+            weight_BC=choice.weight_BC,
+            entropy_scale=entropy_scale(counts),
+        )
+        metrics = self._metrics["train"]
+        lengths = {name: len(values) for name, values in metrics.items()}
+        loss = self._loss(request, choice.masked(inputs), *args, **kwargs)
+        if choice.weight_BC is not None or self.loss_type == "vespo":
+            correct_means(metrics, lengths, counts.tolist())
+        self.telemetry.later(counts, self.budget.report(metrics))
         return loss
+
+    def _loss(self, request: Request, inputs, *args, **kwargs):
+        """TRL's loss. Its inputs get the engine's importance weights as soon as its own pass has run."""
+        if self._sampled_alone(inputs):
+            inputs = dict(inputs)
+            request = replace(request, receive=partial(self._with_engine, inputs, request.scored_BC))
+        with self.trl_pass.requested(request):
+            return super()._compute_loss(request.model, inputs, *args, **kwargs)
+
+    def _score_completions(self, request: Request):
+        """Log-probabilities, entropies and router loss of a micro-batch, for a loss that is not TRL's."""
+        inputs = request.inputs
+        if self._sampled_alone(inputs):
+            compare = partial(self._compare_with_engine, inputs, scored_BC=request.scored_BC)
+            request = replace(request, receive=compare)
+        options = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
+        with self.trl_pass.requested(request):
+            return self._get_per_token_logps_and_entropies(request.model, **padded_batch(inputs), **options)
+
+    # --- the engine's log-probabilities ------------------------------------------------------------------------------
 
     @property
     def _weighs_in_loss(self) -> bool:
         """Whether the loss's own pass computes the log-probabilities for the engine's importance weights.
 
-        It does if a generation batch serves one optimizer step, the loss scores every token that a weight needs, and
-        TRL's weights are those of 1.16.
+        It does if a generation batch serves one optimizer step, the loss scores every token that a weight needs, TRL's
+        weights are those of 1.16, and no loss of the user's own may read the weights before its pass.
         """
-        weighs_sequences = self.args.vllm_importance_sampling_mode.startswith("sequence")
-        scores_enough = self.budget.strategy == "all" or not weighs_sequences
+        weighs_sequences = self.vllm_importance_sampling_mode.startswith("sequence")
+        selects = self.budget.strategy(self._terms(), self._why_every_token()) != "all"
+        if not self.use_vllm or (weighs_sequences and selects) or self.users_loss is not None:
+            return False
         serves_one_step = self.args.gradient_accumulation_steps % generate_every(self) == 0
-        return self.use_vllm and serves_one_step and scores_enough and WEIGHS_AS_1_16
+        return serves_one_step and WEIGHS_AS_1_16
 
-    def _requested_loss(self, request: Request, inputs, *args, **kwargs):
-        """TRL's loss, with the engine's importance weights if the loss's own pass computes them.
+    def _sampled_alone(self, inputs) -> bool:
+        """Whether a batch has the engine's log-probabilities, and those of the old policy are left to the loss."""
+        return self.use_vllm and SAMPLED_LOGPS in inputs and OLD_LOGPS not in inputs
 
-        That pass then runs first, and the loss gets its values.
-        """
-        if self.use_vllm and SAMPLED_LOGPS in inputs and OLD_LOGPS not in inputs:
-            inputs = dict(inputs)
-            request = replace(request, values=self._score_completions(request, inputs, weigh=True))
-        with self.scoring.requested(request):
-            return super()._compute_loss(request.model, inputs, *args, **kwargs)
+    def _with_engine(self, inputs, scored_BC, policy_BC):
+        """Add the engine's importance weights to the inputs of a loss, and compare the engine with the policy."""
+        if self.vllm_importance_sampling_correction:
+            from ...engines.vllm.correction import importance_weights, sampled_mask
 
-    def _score_completions(self, request: Request, inputs, weigh=False):
-        """Log-probabilities, entropies and router loss of a micro-batch.
-
-        With `weigh` this method adds the engine's importance weights to `inputs`.
-        """
-        options = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
-        with self.scoring.requested(request):
-            values = self._get_per_token_logps_and_entropies(request.model, **padded_batch(inputs), **options)
-        if self.use_vllm and SAMPLED_LOGPS in inputs and OLD_LOGPS not in inputs:
-            if weigh and self.vllm_importance_sampling_correction:
-                from ...engines.vllm.correction import importance_weights, sampled_mask
-
-                inputs[IMPORTANCE_RATIO] = importance_weights(
-                    values[0], inputs[SAMPLED_LOGPS], sampled_mask(inputs), self.args
-                )
-            self._compare_with_engine(inputs, values[0], request.scored_BC)
-        return values
+            mask_BC = sampled_mask(inputs)
+            inputs[IMPORTANCE_RATIO] = importance_weights(policy_BC, inputs[SAMPLED_LOGPS], mask_BC, self)
+        self._compare_with_engine(inputs, policy_BC, scored_BC)
 
     def _compare_with_engine(self, inputs, policy_BC, scored_BC=None):
         """Log and check the difference between the engine's log-probabilities and the policy's. Collective."""
@@ -313,9 +363,22 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             self.dynamic_sampling.taken = rollouts["further"]["taken"]
 
     def log(self, logs, *args, **kwargs):
-        self.telemetry.flush()  # before the mean entropy is looked at
         drop_missing(self._metrics["train"])
         return super().log(logs, *args, **kwargs)
 
     def _features_of_method(self):
-        return [*self.budget.features(), *super()._features_of_method()]
+        features = self.budget.features(self._terms(), self._why_every_token())
+        return [*features, *super()._features_of_method(), *self._features_of_history()]
+
+    def _features_of_history(self) -> list[tuple[str, str]]:
+        """A line of the start-up block with tools, if a server of the model shows it another history."""
+        if not self.tools:
+            return []
+        if self.args.history == "template":
+            return [("on", "history: rendered by the chat template before every turn, as a server does")]
+        from ...engines.decode.history import NOT_AS_SERVED, strips_thinking
+
+        stripped = False
+        with nonfatal("rendering a history by the chat template"):
+            stripped = strips_thinking(self._tokenizer)
+        return [("as stock TRL", NOT_AS_SERVED)] if stripped else []

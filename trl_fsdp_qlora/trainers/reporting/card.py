@@ -20,7 +20,8 @@ from ...compat.transformers import auto_class_of, model_name
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
 from ...utils.redaction import command_line, is_secret_name, portable
-from ..starting.input_checks import columns_of
+from ..starting.input_checks import PICTURES, columns_of
+from .card_info import CardInfo
 
 # Settings of a run that have no influence on the result, or that a config works out from other fields.
 _NOT_RECIPE = {
@@ -39,6 +40,9 @@ _NOT_RECIPE = {
     "generation_batch_size",
     "pad_to_multiple_of",
 }
+# Fields of `model_init_kwargs` for which a recipe's model has its own, and what a card has of an adapter's config.
+_LOADING_FIELDS = ("revision", "attn_implementation", "dtype")
+_LORA_FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules")
 _NOTHING = (None, "", [], {}, "none", ["none"])
 _TEMPLATE = Path(__file__).with_name("card.md")
 
@@ -82,102 +86,179 @@ def changed_arguments(args: Any) -> dict[str, Any]:
     return changed
 
 
-def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, Any]:
-    """The settings that reproduce a run: with `settings` (of a recipe) a file that `--config` takes."""
-    recipe = changed_arguments(args)
-    for arguments in settings:
-        recipe.update(changed_arguments(arguments))
-    if settings:  # a recipe's model has its own fields for loading
-        loading = recipe.pop("model_init_kwargs", {})
-        own_fields = ("revision", "attn_implementation", "dtype")
-        further = {name: value for name, value in loading.items() if name not in own_fields}
-        if further:
-            recipe["model_init_kwargs"] = further
-    elif peft_config is not None:
-        names = ("r", "lora_alpha", "lora_dropout", "target_modules")
-        recipe["lora"] = {name: plain(vars(peft_config).get(name)) for name in names}
-    return recipe
+class CardText:
+    """What the template `card.md` fills in: an attribute for each entry, and `data`, the metadata at the card's head.
 
+    Args:
+        trainer: the trainer whose adapter or whole model the card is of; one of this package.
+        name: of the model; that of the output folder if `None`.
+    """
 
-def _eval_result(accuracy: dict[str, Any], task: str, data: str) -> EvalResult:
-    """The accuracy on held-out problems of `data`, for the Hub's metadata."""
-    low, high = (100 * bound for bound in accuracy["interval"])
-    return EvalResult(
-        task_type=task,
-        dataset_type=data,
-        dataset_name=f"{Path(data).name}, held-out problems",
-        metric_type="accuracy",
-        metric_name=f"greedy pass@1 (n={accuracy['n']}, 95% interval {low:.1f}-{high:.1f})",
-        metric_value=round(100 * accuracy["pass_at_1"], 1),
-    )
+    def __init__(self, trainer: Any, name: str | None = None):
+        self.trainer = trainer
+        self.args = trainer.args
+        self.state = trainer.state
+        self.info: CardInfo = trainer.card_info
+        self.model = trainer.accelerator.unwrap_model(trainer.model)
+        self.name = name or Path(self.args.output_dir).name
+        self.is_adapter = is_peft_model(self.model)
+
+    # --- the base, and where the weights are ---
+
+    @property
+    def auto_class(self) -> str:
+        return auto_class_of(self.model)
+
+    @property
+    def base_is_local(self) -> bool:
+        base = Path(model_name(self.model))
+        return base.is_absolute() or base.exists()
+
+    @property
+    def base(self) -> str:
+        """The base's name on the Hub, or that of its folder without this machine's path."""
+        base = model_name(self.model)
+        return Path(base).name if self.base_is_local else base
+
+    @property
+    def folder(self) -> str:
+        return portable(self.args.output_dir)
+
+    @property
+    def repository(self) -> str | None:
+        return self.trainer.hub_model_id if self.args.push_to_hub else None
+
+    # --- the quick start ---
+
+    @property
+    def processor(self) -> str | None:
+        """The class of the processor if prompts have images; `None` if a tokenizer reads them."""
+        processing = self.trainer.processing_class
+        has_images = bool(PICTURES & columns_of(self.trainer.train_dataset))
+        if not has_images or not isinstance(processing, ProcessorMixin) or isinstance(self._text_prompt, str):
+            return None
+        return type(processing).__name__
+
+    @property
+    def prompt(self) -> str | list[dict]:
+        """A prompt like those of the training, with a picture if they have some."""
+        prompt = self._text_prompt
+        if self.processor is None:
+            return prompt
+        *before, last = prompt
+        picture = {"type": "image", "path": "picture.png"}
+        question = {"type": "text", "text": last["content"]}
+        return [*before, {**last, "content": [picture, question]}]
+
+    @property
+    def _text_prompt(self) -> str | list[dict]:
+        return self.info.quickstart_prompt or [{"role": "user", "content": "What is 12 + 30?"}]
+
+    @property
+    def template_options(self) -> str:
+        """Arguments of the chat template with which the run was trained, as code."""
+        options = plain(vars(self.args).get("chat_template_kwargs") or {})
+        return f", **{options!r}" if options else ""
+
+    # --- results ---
+
+    @property
+    def accuracy(self) -> dict[str, Any] | None:
+        """The accuracy that was measured of these very weights."""
+        is_of_these_weights = self.info.accuracy_step in (None, self.state.global_step)
+        return self.info.accuracy if is_of_these_weights else None
+
+    # --- how it was made ---
+
+    @property
+    def method(self) -> str:
+        is_s_grpo = self.info.method == "GRPO" and self.args.token_selection == "s_grpo"
+        return "S-GRPO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))" if is_s_grpo else self.info.method
+
+    @property
+    def dataset(self) -> str | None:
+        return portable(self.info.dataset)
+
+    @property
+    def hardware(self) -> str:
+        return hardware()
+
+    @property
+    def software(self) -> str:
+        return software()
+
+    @property
+    def recipe_file(self) -> str | None:
+        return portable(self.info.recipe_file)
+
+    @property
+    def command(self) -> str | None:
+        return command_line(self.info.command) if self.info.command else None
+
+    @property
+    def recipe(self) -> str:
+        """The settings that reproduce the run, as YAML; of a recipe's run a file that `--config` takes."""
+        settings = changed_arguments(self.args)
+        for arguments in self.info.settings:
+            settings.update(changed_arguments(arguments))
+        if self.info.settings:
+            loading = settings.pop("model_init_kwargs", {})
+            # A recipe's model has fields of its own for these.
+            further = {name: loading[name] for name in loading if name not in _LOADING_FIELDS}
+            if further:
+                settings["model_init_kwargs"] = further
+        elif self.is_adapter:
+            adapter = vars(self.model.peft_config["default"])
+            settings["lora"] = {name: plain(adapter.get(name)) for name in _LORA_FIELDS}
+        return yaml.safe_dump(settings, sort_keys=True, allow_unicode=True)
+
+    # --- metadata ---
+
+    @property
+    def data(self) -> ModelCardData:
+        adapter_tags = ["lora", f"base_model:adapter:{self.base}"] if self.is_adapter else []
+        return ModelCardData(
+            base_model=self.base,
+            datasets=[self.dataset] if self._dataset_is_on_hub else None,
+            library_name="peft" if self.is_adapter else "transformers",
+            license=self.info.license,
+            pipeline_tag=self._task,
+            tags=[*self.trainer._tag_names, *adapter_tags],
+            model_name=self.name,
+            eval_results=self._eval_result,
+        )
+
+    @property
+    def _task(self) -> str:
+        return "text-generation" if self.processor is None else "image-text-to-text"
+
+    @property
+    def _dataset_is_on_hub(self) -> bool:
+        name = self.dataset
+        is_a_hub_id = name is not None and name.count("/") == 1 and not Path(name).suffix
+        return is_a_hub_id and not Path(self.info.dataset).exists()
+
+    @property
+    def _eval_result(self) -> EvalResult | None:
+        """The accuracy on held-out problems, for the Hub's list of results."""
+        accuracy = self.accuracy
+        if accuracy is None or self.dataset is None:
+            return None
+        low, high = (100 * bound for bound in accuracy["interval"])
+        return EvalResult(
+            task_type=self._task,
+            dataset_type=self.dataset,
+            dataset_name=f"{Path(self.dataset).name}, held-out problems",
+            metric_type="accuracy",
+            metric_name=f"greedy pass@1 (n={accuracy['n']}, 95% interval {low:.1f}-{high:.1f})",
+            metric_value=round(100 * accuracy["pass_at_1"], 1),
+        )
 
 
 def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     """The card of the adapter or the whole model that `trainer` trains, called `name` or like its output folder."""
-    args = trainer.args
-    state = trainer.state
-    info = trainer.card_info
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    name = name or Path(args.output_dir).name
-    adapter = is_peft_model(model)
-    base = model_name(model)
-    data = portable(info.dataset)
-    base_is_local = Path(base).is_absolute() or Path(base).exists()
-    base = Path(base).name if base_is_local else base
-    task = "text-generation"
-    pictures = None
-    prompt = info.quickstart_prompt or [{"role": "user", "content": "What is 12 + 30?"}]
-    columns = {"image", "images"} & columns_of(trainer.train_dataset)
-    if columns and isinstance(trainer.processing_class, ProcessorMixin) and not isinstance(prompt, str):
-        task = "image-text-to-text"
-        pictures = type(trainer.processing_class).__name__
-        content = [{"type": "image", "path": "picture.png"}, {"type": "text", "text": prompt[-1]["content"]}]
-        prompt = [*prompt[:-1], prompt[-1] | {"content": content}]
-    accuracy = info.accuracy if info.accuracy_step in (None, state.global_step) else None
-    evaluation = None
-    if accuracy is not None and data is not None:
-        evaluation = _eval_result(accuracy, task, data)
-    on_hub = data is not None and data.count("/") == 1 and not Path(data).suffix and not Path(info.dataset).exists()
-    card_data = ModelCardData(
-        base_model=base,
-        datasets=[data] if on_hub else None,
-        library_name="peft" if adapter else "transformers",
-        license=info.license,
-        pipeline_tag=task,
-        tags=[*trainer._tag_names, *(["lora", f"base_model:adapter:{base}"] if adapter else [])],
-        model_name=name,
-        eval_results=evaluation,
-    )
-    recipe = _recipe(args, info.settings, model.peft_config["default"] if adapter else None)
-    s_grpo = info.method == "GRPO" and args.token_selection == "s_grpo"
-    template_options = plain(vars(args).get("chat_template_kwargs") or {})
-    values = {
-        "code": code,
-        "template_options": f", **{template_options!r}" if template_options else "",
-        "escape": escape,
-        "method": "S-GRPO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))" if s_grpo else info.method,
-        "auto_class": auto_class_of(model),
-        "processing": "AutoProcessor" if pictures else "AutoTokenizer",
-        "repo": trainer.hub_model_id if args.push_to_hub else None,
-        "folder": portable(args.output_dir),
-        "hardware": hardware(),
-        "software": software(),
-        "recipe_file": portable(info.recipe_file),
-        "command": info.command and command_line(info.command),
-        "recipe": yaml.safe_dump(recipe, sort_keys=True, allow_unicode=True),
-        "name": name,
-        "adapter": adapter,
-        "base": base,
-        "base_is_local": base_is_local,
-        "data": data,
-        "prompt": prompt,
-        "pictures": pictures,
-        "accuracy": accuracy,
-        "args": args,
-        "state": state,
-        "info": info,
-    }
-    return ModelCard.from_template(card_data, template_path=_TEMPLATE, **values)
+    text = CardText(trainer, name)
+    return ModelCard.from_template(text.data, template_path=_TEMPLATE, card=text, code=code, escape=escape)
 
 
 @nonfatal("the model card")

@@ -9,12 +9,13 @@ import torch
 from datasets import IterableDataset
 from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
+from trl import GRPOConfig
 
 from ...compat.older_gpus import lacks_bf16
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import counted
-from ..starting.input_checks import columns_of
+from ..starting.input_checks import PICTURES, columns_of
 
 _PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
 _DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}
@@ -24,6 +25,9 @@ _LAYOUTS = {
     "MULTI_GPU": "a copy of the model in each (DDP)",
     "MULTI_CPU": "a copy of the model in each (DDP)",
 }
+
+
+Row = tuple[str, str]  # heading and text of a line
 
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -36,44 +40,49 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
         from ...fsdp2_qlora.prepare import dense_shapes
 
         packed = dense_shapes(model)
-    counts = {"trainable": (0, 0), "frozen": (0, 0)}
+    weights = {"trainable": 0, "frozen": 0}
+    sizes = {"trainable": 0, "frozen": 0}
     for parameter in model.parameters():
-        kind = "trainable" if parameter.requires_grad else "frozen"
+        part = "trainable" if parameter.requires_grad else "frozen"
         state = getattr(parameter, "quant_state", None)
-        weights = math.prod(packed.get(id(parameter), parameter.shape if state is None else state.shape))
-        counts[kind] = counts[kind][0] + weights, counts[kind][1] + parameter.numel() * parameter.element_size()
-    return counts
+        stored_shape = parameter.shape if state is None else state.shape
+        dense_shape = packed.get(id(parameter), stored_shape)
+        weights[part] += math.prod(dense_shape)
+        sizes[part] += parameter.numel() * parameter.element_size()
+    return {part: (weights[part], sizes[part]) for part in weights}
 
 
-def _online_rows(args: Any, steps: int) -> list[tuple[str, str]]:
+def _online_rows(args: GRPOConfig, steps: int) -> list[Row]:
     """Rows on an optimizer step and on the run, for a trainer that draws completions."""
     group = args.num_generations
     uses = args.num_iterations
     completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    new = completions / uses  # completions drawn for each optimizer step, on average
-    batch = args.generation_batch_size
-    every = args.steps_per_generation * uses / args.gradient_accumulation_steps
-    again = f", each used {uses} times" if uses > 1 else ""
-    when = "every optimizer step" if every == 1 else f"every {every:g} optimizer steps"
     step = f"{counted(completions, 'completion')} in the loss"
-    step += f" = {counted(completions / group, 'prompt')} × {counted(group, 'completion')}{again}"
-    whole = (
-        counted(steps, "optimizer step"),
-        counted(round(steps * new / group), "prompt"),
-        counted(round(steps * new), "completion"),
-    )
-    drawn = f"{counted(batch, 'completion')} = {counted(batch // group, 'prompt')} × {group}, {when}"
-    return [("optimizer step", step), ("generation batch", drawn), ("whole run", ", ".join(whole))]
+    step += f" = {counted(completions / group, 'prompt')} × {counted(group, 'completion')}"
+    if uses > 1:
+        step += f", each used {uses} times"
+
+    batch = args.generation_batch_size
+    batch_prompts = counted(batch // group, "prompt")
+    steps_per_batch = args.steps_per_generation * uses / args.gradient_accumulation_steps
+    when = "every optimizer step" if steps_per_batch == 1 else f"every {steps_per_batch:g} optimizer steps"
+    generation = f"{counted(batch, 'completion')} = {batch_prompts} × {group}, {when}"
+
+    drawn = steps * completions / uses
+    prompts = counted(round(drawn / group), "prompt")
+    whole = f"{counted(steps, 'optimizer step')}, {prompts}, {counted(round(drawn), 'completion')}"
+    return [("optimizer step", step), ("generation batch", generation), ("whole run", whole)]
 
 
-def _pair_rows(args: Any, steps: int) -> list[tuple[str, str]]:
+def _pair_rows(args: TrainingArguments, steps: int) -> list[Row]:
     """Rows on an optimizer step and on the run, for preference pairs."""
     pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    step = f"{counted(pairs, 'preference pair')} in the loss"
     whole = f"{counted(steps, 'optimizer step')}, {counted(steps * pairs, 'preference pair')}"
-    return [("optimizer step", f"{counted(pairs, 'preference pair')} in the loss"), ("whole run", whole)]
+    return [("optimizer step", step), ("whole run", whole)]
 
 
-def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[tuple[str, str]]) -> str:
+def startup_block(args: TrainingArguments, model: torch.nn.Module, steps: int, features: list[Row]) -> str:
     """The start-up text of a run of `steps` optimizer steps.
 
     Args:
@@ -81,39 +90,57 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
         model: the model that is trained, with its part on this rank.
         features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
     """
-    rows = _online_rows(args, steps) if "num_generations" in vars(args) else _pair_rows(args, steps)
-    for kind, (count, size) in parameter_bytes(model).items():
-        rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
-    rows += [("hardware", _hardware(args)), ("precision", _precision(args, model))]
-    if "use_vllm" in vars(args):
-        rows.append(("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"))
-    for heading in ("on", "off", "as stock TRL"):
-        lines = [line for heading_of, line in features if heading_of == heading]
-        rows += [(heading if i == 0 else "", line) for i, line in enumerate(lines)]
-    width = max(len(name) for name, _ in rows) + 1
+    draws = "num_generations" in vars(args)
+    rows = _online_rows(args, steps) if draws else _pair_rows(args, steps)
+    for part, (count, size) in parameter_bytes(model).items():
+        mebibytes = size / 2**20
+        rows.append((f"{part} parameters", f"{count:,} ({mebibytes:,.1f} MiB)"))
+    rows.append(("hardware", _hardware(args)))
+    rows.append(("precision", _precision(args, model)))
+    if draws:
+        engine = f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"
+        rows.append(("rollouts", engine))
+    rows += _grouped(features)
+
+    width = 1 + max(len(heading) for heading, _ in rows)
     lines = ["trl-fsdp-qlora"]
-    for name, text in rows:
-        label = f"{name}:" if name else ""
+    for heading, text in rows:
+        label = f"{heading}:" if heading else ""
         lines.append(f"  {label:<{width}} {text}")
     return "\n".join(lines)
 
 
-def _hardware(args: Any) -> str:
+def _grouped(features: list[Row]) -> list[Row]:
+    """Features in the order of the headings, each of which is written before its first line only."""
+    rows = []
+    for heading in ("on", "off", "as stock TRL"):
+        label = heading
+        for heading_of_line, line in features:
+            if heading_of_line == heading:
+                rows.append((label, line))
+                label = ""
+    return rows
+
+
+def _hardware(args: TrainingArguments) -> str:
     """The number of processes, their device, and how they share the model."""
     ranks = args.world_size
     device = args.device.type
     layout = args.distributed_state.distributed_type.value
-    text = f"{ranks} process{'es' if ranks > 1 else ''} on {_DEVICES.get(device, device)}"
+    processes = "1 process" if ranks == 1 else f"{ranks} processes"
+    text = f"{processes} on {_DEVICES.get(device, device)}"
     if ranks > 1 or layout in ("FSDP", "DEEPSPEED"):
         text += f", {_LAYOUTS.get(layout, layout)}"
     return text
 
 
-def _precision(args: Any, model: torch.nn.Module) -> str:
+def _precision(args: TrainingArguments, model: torch.nn.Module) -> str:
     """The dtypes of the parameters, and mixed precision if it is on."""
-    text = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}))
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    text = ", ".join(sorted(dtypes))
     if args.bf16 or args.fp16:
-        text = f"{'bfloat16' if args.bf16 else 'float16'} mixed precision, parameters in {text}"
+        computed = "bfloat16" if args.bf16 else "float16"
+        text = f"{computed} mixed precision, parameters in {text}"
     if "bfloat16" in text and lacks_bf16(args.device):
         text += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
     return text
@@ -127,22 +154,26 @@ def first_prompt(
     It is `None` if it cannot be known before training: no `tokenize` (with environments), images, streamed data.
     """
     columns = columns_of(data)
-    pictures = columns & {"image", "images"}
-    if tokenize is None or pictures or "prompt" not in columns or isinstance(data, IterableDataset):
+    is_streamed = isinstance(data, IterableDataset)
+    if tokenize is None or is_streamed or PICTURES & columns or "prompt" not in columns:
         return None
-    ids = tokenize([data[0]["prompt"]])[0][0]
+    prompt = data[0]["prompt"]
+    all_ids, *_ = tokenize([prompt])
+    ids = all_ids[0]
     text = decode(ids)
-    half = _PROMPT_CHARACTERS // 2
-    if len(text) > 2 * half:
-        text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
-    lines = "\n".join(f"    {line}" for line in text.splitlines())
-    return f"the first training prompt, {counted(len(ids), 'token')}:\n{lines}"
+    omitted = len(text) - _PROMPT_CHARACTERS
+    if omitted > 0:
+        half = _PROMPT_CHARACTERS // 2
+        text = f"{text[:half]} … {omitted} characters … {text[-half:]}"
+    lines = [f"the first training prompt, {counted(len(ids), 'token')}:"]
+    lines += [f"    {line}" for line in text.splitlines()]
+    return "\n".join(lines)
 
 
 class StartupCallback(TrainerCallback):
     """Prints the start-up block, for which `features` returns lines, and the first prompt, once, on the main rank."""
 
-    def __init__(self, features: Callable[[], list[tuple[str, str]]], tokenize: Callable[[list], tuple] | None):
+    def __init__(self, features: Callable[[], list[Row]], tokenize: Callable[[list], tuple] | None):
         self._features = features
         self._tokenize = tokenize
         self.block = ""  # the start-up block, once it was printed

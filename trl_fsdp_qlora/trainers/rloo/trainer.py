@@ -6,7 +6,6 @@ from ...compat.trl import RLOOTrainer
 from ...compat.trl_rollouts import turn_of
 from ..rollouts.on_policy import OnPolicyRun
 from ..starting.arguments import bound_to, check_prompts, completed
-from ..step.scoring import Request
 from .config import EfficientRLOOConfig
 
 
@@ -46,5 +45,5 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
         return self.rollout.training_turn(single_turn, turn, self.model_wrapped, self._generate_settings())[0]
 
     def _compute_loss(self, model, inputs, *args, **kwargs):
-        with self.scoring.requested(Request(model, inputs)):
+        with self.trl_pass.requested(self._request(model, inputs)):
             return super()._compute_loss(model, inputs, *args, **kwargs)

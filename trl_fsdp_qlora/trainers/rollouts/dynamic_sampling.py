@@ -6,7 +6,6 @@ dataset in a random order before any prompt comes a second time.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +91,10 @@ def groups_with_variance(
     return (highest > lowest).any(1)
 
 
+Draw = Callable[[list[dict]], ScoredRows]
+IsVaried = Callable[[torch.Tensor], torch.Tensor]
+
+
 class _Group(NamedTuple):
     """A prompt's completions, from all ranks: its dataset row, rewards `(G, K)`, and whether the rewards differ."""
 
@@ -113,17 +116,11 @@ class DynamicSampling:
             checkpoint keeps it.
     """
 
-    def __init__(self, args: Any, dataset: Sequence[dict], accelerator: Accelerator, weights_K: torch.Tensor):
+    def __init__(self, args: Any, dataset: Sequence[dict], accelerator: Accelerator):
         self.args = args
         self.dataset = dataset
         self.accelerator = accelerator
         self.taken = 0
-        self._varied = partial(
-            groups_with_variance,
-            weights_K=weights_K,
-            group_size=args.num_generations,
-            normalizes_each=args.multi_objective_aggregation == "normalize_then_sum",
-        )
 
     def next_prompts(self, count: int) -> list[int]:
         """Indices of the next `count` further prompts."""
@@ -137,7 +134,7 @@ class DynamicSampling:
             self.taken += len(part)
         return indices
 
-    def _draw(self, prompts: list[dict], draw: Callable) -> list[_Group]:
+    def _draw(self, prompts: list[dict], draw: Draw, is_varied: IsVaried) -> list[_Group]:
         """Draw a group for each of `prompts` on all ranks. Collective."""
         size = self.args.num_generations
         rank = self.accelerator.process_index
@@ -152,12 +149,10 @@ class DynamicSampling:
         completions = [drawn[i : i + size] for i in range(0, len(rewards), size)]
         return [
             _Group(*group)
-            for group in zip(prompts, completions, rewards.split(size), self._varied(rewards).tolist(), strict=True)
+            for group in zip(prompts, completions, rewards.split(size), is_varied(rewards).tolist(), strict=True)
         ]
 
-    def fill(
-        self, inputs: list[dict], draw: Callable[[list[dict]], ScoredRows]
-    ) -> tuple[ScoredRows, dict[str, float]]:
+    def fill(self, inputs: list[dict], draw: Draw, is_varied: IsVaried) -> tuple[ScoredRows, dict[str, float]]:
         """Draw the groups to train on, replace those without variance by other prompts' groups, and return metrics.
 
         Collective.
@@ -166,13 +161,14 @@ class DynamicSampling:
             inputs: dataset rows of this rank; a group may be on two ranks.
             draw: returns completions and rewards for rows of this rank, in which each prompt's `num_generations` rows
                 are neighbours; collective.
+            is_varied: which groups' rewards differ, see [`groups_with_variance`].
         """
         size = self.args.num_generations
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
         prompts = (gather_object(list(inputs)) if ranks > 1 else list(inputs))[::size]
         columns = list(prompts[0])
-        groups = self._draw(prompts, draw)
+        groups = self._draw(prompts, draw, is_varied)
         metrics = {"rounds": 0.0, "further_prompts": 0.0, "surplus_groups": 0.0}
         max_rounds = self.args.dynamic_sampling_max_rounds
         while metrics["rounds"] < max_rounds:
@@ -184,7 +180,7 @@ class DynamicSampling:
                 count += 1
             further_rows = [self.dataset[index] for index in self.next_prompts(count)]
             further = [{name: row[name] for name in columns} for row in further_rows]
-            varied = [group for group in self._draw(further, draw) if group.is_varied]
+            varied = [group for group in self._draw(further, draw, is_varied) if group.is_varied]
             for slot, group in zip(slots, varied, strict=False):
                 groups[slot] = group
             metrics["rounds"] += 1

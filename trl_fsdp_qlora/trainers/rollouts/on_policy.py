@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 
-from ...compat.signatures import constructor_parameters
+from ...compat.signatures import parameters_of
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import foreign_turn, rewarding_with, shuffling_by
+from ...compat.trl_rollouts import check_batch, foreign_turn, rewarding_with, shuffling_by
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
 from ..starting.input_checks import too_long
 from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
-from ..step.scoring import Scoring
+from ..step.rows import LossRows
+from ..step.trl_pass import Request, TrlPass
 from ..trainer_run import TrainerRun
 from .evaluation_metrics import CompletionMetrics, EvaluationMetrics
 from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
@@ -31,11 +32,11 @@ logger = get_logger(__name__)
 class OnPolicyRun(TrainerRun):
     """A trainer that draws completions and trains on them; put it before TRL's trainer in the bases.
 
-    Groups stay whole in micro-batches, each phase is on the clock, and passes go through `scoring`.
+    Groups stay whole in micro-batches, each phase is on the clock, and passes go through `trl_pass`.
 
     Attributes:
         sync: what is sent to vLLM after an optimizer step; only with vLLM.
-        scoring: computes shared tokens once and skips padding; `look_ahead` does so over an optimizer step.
+        trl_pass: computes shared tokens once and skips padding; `look_ahead` does so over an optimizer step.
         rollout: draws the completions.
         reward_values: which reward functions have given any completion a finite value.
         evaluation_metrics: calls the user's `compute_metrics`.
@@ -44,8 +45,6 @@ class OnPolicyRun(TrainerRun):
         ahead: draws one generation batch ahead; `None` without `rollouts_ahead`.
     """
 
-    # Whether the loss reads the log-probabilities of the old policy.
-    _needs_old_policy = True
     # Whether an episode may have several rows, see `step/rows.py`; the same on every rank.
     may_have_rows = False
     rollout: "Rollout | None" = None  # TRL's own tests build a trainer without `__init__`
@@ -57,7 +56,7 @@ class OnPolicyRun(TrainerRun):
         args = call["args"]
         check_rewards(call)
         stock = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
-        if "compute_metrics" in constructor_parameters(stock):  # of a later TRL, whose argument it then is
+        if "compute_metrics" in parameters_of(stock, "__init__"):  # of a later TRL, whose argument it then is
             call["compute_metrics"] = compute_metrics
             compute_metrics = None
         one_generation_ahead = experiment("rollouts_ahead") if vars(args).get("rollouts_ahead") else None  # of GRPO
@@ -74,24 +73,9 @@ class OnPolicyRun(TrainerRun):
         if line := too_long(self.args.max_completion_length, self.model.config):
             logger.warning(line)
         self.look_ahead = LookAhead(
-            self.args,
-            self.accelerator,
-            router_loss=self.aux_loss_enabled,
-            one_by_one=self.is_deepspeed_enabled,
-            drawn=lambda: self._buffered_inputs,
-            scored_tokens=self._scored_tokens,
+            self.args, self.accelerator, one_by_one=self.is_deepspeed_enabled, coming=self._coming_rows
         )
-        self.scoring = Scoring(
-            self.sharing,
-            self.reference_sharing,
-            self.ref_model,
-            self.args,
-            self.clock,
-            self.look_ahead,
-            self._add_metrics,
-            selects_by_entropy=getattr(self, "top_entropy_quantile", 1.0) < 1.0,
-            needs_old_policy=self._needs_old_policy,
-        )
+        self.trl_pass = TrlPass(self.sharing, self.reference_sharing, self.clock, self.look_ahead, self._add_metrics)
         self.reward_values = RewardValues(self.reward_func_names)
         self.evaluation_metrics = EvaluationMetrics(compute_metrics, self.reward_func_names)
         self.keeps_drawn_rows = False
@@ -137,6 +121,8 @@ class OnPolicyRun(TrainerRun):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
+        if not self.runs_as_stock and self.sharing.options.entropy_gradient != self._needs_entropy_gradient():
+            self._share_prompts()  # a callback has set an option, or a method was replaced
         with self.look_ahead.micro_batch(self._step, self.current_gradient_accumulation_steps):
             return super().training_step(model, *args, **kwargs)
 
@@ -165,7 +151,9 @@ class OnPolicyRun(TrainerRun):
         draws_ahead = self.ahead is not None and self.model.training
         drawn = self.ahead.handing_in(inputs) if draws_ahead else nullcontext()
         with self.clock.phase("prepare"), self.weights_gathered(), drawn:
-            return self._make_batch(lambda inputs: stock(inputs, *args, **kwargs), inputs)
+            batch = self._make_batch(lambda inputs: stock(inputs, *args, **kwargs), inputs)
+        check_batch(batch)
+        return batch
 
     def _make_batch(self, stock, inputs):
         """A generation batch by `stock`, TRL's `_generate_and_score_completions`."""
@@ -221,18 +209,33 @@ class OnPolicyRun(TrainerRun):
 
     # --- the passes behind TRL's own signature -----------------------------------------------------------------------
 
-    def _scored_tokens(self, inputs, ahead):
+    def _coming_rows(self, count: int) -> list[LossRows]:
+        """What the losses of this micro-batch and those after it score, `count` in all."""
+        first = self._step % self.args.steps_per_generation
+        coming = []
+        for ahead, drawn in enumerate(self._buffered_inputs[first : first + count]):
+            inputs = joined_images(drawn)
+            coming.append(LossRows(inputs, self._scored_tokens(inputs, ahead), self.aux_loss_enabled))
+        return coming
+
+    def _scored_tokens(self, inputs, ahead=0):
         """Completion tokens `(B, C)` whose scores the loss of a micro-batch asks for; `None` for all of them.
 
+        A second call for the same micro-batch returns the same tensor, unless what the loss needs has changed.
         `ahead` is the number of micro-batches after the current one, which has 0.
         """
         return None
+
+    def _request(self, model, inputs) -> Request:
+        """What a loss asks of its pass: every token's values."""
+        keeps_ties = getattr(self, "top_entropy_quantile", 1.0) < 1.0
+        return Request(model, inputs, keeps_ties=keeps_ties, is_open=self.users_loss is not None)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = super()._get_per_token_logps_and_entropies
         if self.runs_as_stock and not self.may_have_rows:
             return stock(model, *args, **kwargs)
-        score = partial(self.scoring.score, stock, self.model.training)
+        score = partial(self.trl_pass.score, stock, self.model.training)
         if self._awaits_comparison:  # what the run begins with has to be right if it continues as stock
             from ..starting.first_step import forwards_as_stock
 

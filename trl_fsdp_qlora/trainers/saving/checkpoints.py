@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, is_peft_model, send_to_device
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from torch import nn
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -31,6 +32,10 @@ from ...utils.plain import plain
 from ...utils.ranks import on_main
 
 logger = logging.getLogger(__name__)
+
+Settings = dict[str, Any]  # plain values by name
+Rollouts = dict[str, Any]  # a rank's completions that were drawn and not used yet, with what belongs to them
+Data = Dataset | IterableDataset | None
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -65,8 +70,9 @@ def step_of(checkpoint: str | Path) -> int:
 
 def checkpoints_in(output_dir: str | Path) -> list[Path]:
     """Checkpoint folders of a run, oldest step first, whole or not."""
-    folders = Path(output_dir).glob("checkpoint-*")
-    return sorted((path for path in folders if path.is_dir() and _CHECKPOINT.fullmatch(path.name)), key=step_of)
+    paths = Path(output_dir).glob("checkpoint-*")
+    folders = [path for path in paths if path.is_dir() and _CHECKPOINT.fullmatch(path.name)]
+    return sorted(folders, key=step_of)
 
 
 def why_not_whole(checkpoint: str | Path, read_contents: bool = True) -> str | None:
@@ -88,10 +94,12 @@ def why_not_whole(checkpoint: str | Path, read_contents: bool = True) -> str | N
             return None
         for name, size in manifest["files"].items():
             path = checkpoint / name
-            if not name.endswith(_READ) or name.endswith("training_args.bin"):
+            is_read = name.endswith(_READ) and not name.endswith("training_args.bin")
+            if not is_read:
                 continue
-            if path.stat().st_size != size:
-                return f"its file {name} has {path.stat().st_size:,} bytes, and {size:,} were written"
+            actual_size = path.stat().st_size
+            if actual_size != size:
+                return f"its file {name} has {actual_size:,} bytes, and {size:,} were written"
             if read_contents and digest(path) != manifest["digests"][name]:
                 return f"its file {name} differs from what was written"
     except FileNotFoundError as error:
@@ -105,17 +113,22 @@ def why_not_whole(checkpoint: str | Path, read_contents: bool = True) -> str | N
 
 def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
     """The newest checkpoint of a run that is whole by sizes; fast for any size."""
-    newest_first = reversed(checkpoints_in(output_dir))
-    return next((path for path in newest_first if why_not_whole(path, read_contents=False) is None), None)
+    for checkpoint in reversed(checkpoints_in(output_dir)):
+        if why_not_whole(checkpoint, read_contents=False) is None:
+            return checkpoint
+    return None
 
 
 def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
     """The number of the run's steps if `checkpoint` is its end, or `None` if there are steps left to do."""
     state = read_json(Path(checkpoint) / TRAINER_STATE_NAME)
     step = state["global_step"]
-    by_steps = 0 < args.max_steps <= step
-    by_epochs = args.max_steps <= 0 and (state.get("epoch") or 0.0) >= args.num_train_epochs
-    return step if by_steps or by_epochs else None
+    epochs = state.get("epoch") or 0.0
+    if args.max_steps > 0:
+        is_end = step >= args.max_steps
+    else:
+        is_end = epochs >= args.num_train_epochs
+    return step if is_end else None
 
 
 def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_contents: bool = True) -> str | None:
@@ -154,14 +167,12 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_conte
             logger.warning("passing over %s: %s", checkpoint, reason)
         if (checkpoint / TRAINER_STATE_NAME).exists():  # otherwise a kill has cut it off while stock TRL wrote it
             damaged.append(f"{checkpoint.name} ({reason})")
-    if damaged or resume != "auto":
-        because = f": {', '.join(damaged)}" if damaged else ""
+    reason = f"resume_from_checkpoint={resume}: {output_dir} has no whole checkpoint"
+    if damaged:
         remedy = f"To use one as it is, remove its {MANIFEST}; to start at step 0, name another output_dir"
-        if not damaged:
-            remedy = "Use resume_from_checkpoint=auto to start at step 0 if there is none"
-        raise CheckpointError(
-            f"resume_from_checkpoint={resume}: {output_dir} has no whole checkpoint{because}. {remedy}"
-        )
+        raise CheckpointError(f"{reason}: {', '.join(damaged)}. {remedy}")
+    if resume != "auto":
+        raise CheckpointError(f"{reason}. Use resume_from_checkpoint=auto to start at step 0 if there is none")
     return None
 
 
@@ -187,8 +198,9 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None, changed:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
-    if resume in _FRESH and checkpoints_in(output_dir):
-        run = ", ".join([checkpoints_in(output_dir)[-1].name, *changed[:3]])
+    checkpoints = checkpoints_in(output_dir)
+    if resume in _FRESH and checkpoints:
+        run = ", ".join([checkpoints[-1].name, *changed[:3]])
         raise CheckpointError(
             f"output_dir={output_dir} holds another run ({run}). Resume it: --resume_from_checkpoint auto. "
             "Start another: --output_dir with another folder, or remove this one."
@@ -196,28 +208,27 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None, changed:
 
 
 def describe_rollouts(
-    args: TrainingArguments, model: Any, dataset: Any, rewards: Sequence[str], trainer: str
-) -> dict[str, Any]:
+    args: TrainingArguments, model: nn.Module, dataset: Data, rewards: Sequence[str], trainer: str
+) -> Settings:
     """The settings that shape completions.
 
     They are the base (`model` unwrapped), data, names of the rewards and of the trainer's class, the division into
     micro-batches, and the method's own settings.
     """
-    own_fields = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)}
-    names = {*_LAYOUT, *(name for name in own_fields if not _WITHOUT_INFLUENCE.match(name))}
-    settings = {
-        **{name: vars(args).get(name) for name in names},
-        "processes": args.world_size,
-        "seed": args.seed,
-        "base": Path(model_name(model)).name,
-        "data": describe_data(dataset),
-        "rewards": rewards,
-        "trainer": trainer,
-    }
+    of_every_trainer = {field.name for field in fields(TrainingArguments)}
+    of_method = {field.name for field in fields(args)} - of_every_trainer
+    names = {*_LAYOUT, *of_method}
+    settings = {name: vars(args).get(name) for name in names if not _WITHOUT_INFLUENCE.match(name)}
+    settings["processes"] = args.world_size
+    settings["seed"] = args.seed
+    settings["base"] = Path(model_name(model)).name
+    settings["data"] = describe_data(dataset)
+    settings["rewards"] = rewards
+    settings["trainer"] = trainer
     return plain(settings)
 
 
-def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
+def describe_training(args: TrainingArguments, model: nn.Module) -> Settings:
     """The settings that a resumed run may change, with a line in the log: optimizer, schedule, length, adapter."""
     settings = {name: vars(args).get(name) for name in _TRAINING}
     if is_peft_model(model):
@@ -227,36 +238,47 @@ def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
     return plain(settings)
 
 
-def describe_data(dataset: Any, rows: int = 64) -> str:
+def describe_data(dataset: Data, rows: int = 64) -> str:
     """Number of rows, columns, and a digest of so many evenly spaced `rows`."""
     if not isinstance(dataset, Dataset):
         return type(dataset).__name__
-    every = range(0, len(dataset), max(1, len(dataset) // rows))
-    rows = dataset.with_format("arrow").select(every)  # no image is decoded
-    sampled = hashlib.sha256(repr([batch.to_pylist() for batch in rows.iter(64)]).encode()).hexdigest()[:12]
-    return f"{len(dataset)} rows of {', '.join(sorted(dataset.column_names))}, digest {sampled}"
+    distance = max(1, len(dataset) // rows)
+    sample = dataset.with_format("arrow").select(range(0, len(dataset), distance))  # no image is decoded
+    content = [batch.to_pylist() for batch in sample.iter(64)]
+    sampled = hashlib.sha256(repr(content).encode()).hexdigest()
+    columns = ", ".join(sorted(dataset.column_names))
+    return f"{len(dataset)} rows of {columns}, digest {sampled[:12]}"
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def differences(before: Settings, now: Settings) -> list[str]:
     """`name: old -> new` for each name that both have and whose value differs."""
-    changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
-    return [f"{name}: {str(before[name])[:120]} -> {str(now[name])[:120]}" for name in changed]
+    lines = []
+    for name in sorted(before.keys() & now.keys()):
+        old, new = before[name], now[name]
+        if old != new:
+            lines.append(f"{name}: {old!s:.120} -> {new!s:.120}")
+    return lines
 
 
-def commit(staging: Path, checkpoint: Path, settings: dict[str, Any]) -> None:
+def commit(staging: Path, checkpoint: Path, settings: Settings) -> None:
     """Rename `staging` to `checkpoint` and write its manifest. Call it when every rank has written its files."""
     sizes = {}
     digests = {}
     for path in sorted(staging.rglob("*")):
-        if path.is_file():
-            name = path.relative_to(staging).as_posix()
-            digests[name] = digest(path)  # while the file is in the page cache
-            sizes[name] = path.stat().st_size
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
-    write_json(
-        staging / MANIFEST, {"format": FORMAT, "files": sizes, "digests": digests, "run": {"settings": settings}}
-    )
+        if not path.is_file():
+            continue
+        name = path.relative_to(staging).as_posix()
+        digests[name] = digest(path)  # while the file is in the page cache
+        sizes[name] = path.stat().st_size
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    manifest = {
+        "format": FORMAT,
+        "files": sizes,
+        "digests": digests,
+        "run": {"settings": settings},
+    }
+    write_json(staging / MANIFEST, manifest)
     if checkpoint.exists():
         # First rename an old folder: a run killed in the middle leaves nothing that looks like a checkpoint.
         removed = staging.with_name(f"removed-{checkpoint.name}")
@@ -273,11 +295,14 @@ def remove_old(newest: Path, limit: int | None, best: str | None) -> None:
     removed first.
     """
     checkpoints = checkpoints_in(newest.parent)
-    removable = [path for path in checkpoints if path != newest and (best is None or path != Path(best))]
+    if limit is None or limit <= 0:
+        return
+    stays = {newest, None if best is None else Path(best)}
+    removable = [path for path in checkpoints if path not in stays]
     left_behind = [path for path in removable if step_of(path) > step_of(newest)]
     earlier = [path for path in removable if step_of(path) < step_of(newest)]
-    surplus = len(checkpoints) - limit if limit is not None and limit > 0 else 0
-    for path in (left_behind + earlier)[: max(0, surplus)]:
+    surplus = max(0, len(checkpoints) - limit)
+    for path in (left_behind + earlier)[:surplus]:
         # First rename it: a run killed in the middle leaves nothing that looks like a checkpoint.
         removed = newest.parent / STAGING / f"removed-{path.name}"
         removed.parent.mkdir(exist_ok=True)
@@ -298,17 +323,23 @@ class WholeCheckpoints:
         self.accelerator = accelerator
         self._describe = describe
         self.staging: Path | None = None  # the folder of a checkpoint that is being written
-        self._described: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._described: tuple[Settings, Settings] | None = None
         self._resolved: str | None = None
 
     @property
-    def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def run(self) -> tuple[Settings, Settings]:
         """The settings that shape completions, and the other settings; empty if they cannot be described."""
         if self._described is None:
             self._described = ({}, {})
             with nonfatal("describing the run for its checkpoints"):
                 self._described = self._describe()
         return self._described
+
+    @property
+    def all_settings(self) -> Settings:
+        """The settings of the run, as a manifest has them."""
+        of_completions, others = self.run
+        return of_completions | others
 
     def resume_from(self, resume: str | bool | None) -> str | None:
         """The folder to resume from, see [`resolve_resume`]; logs the settings that differ from the checkpoint's.
@@ -322,10 +353,12 @@ class WholeCheckpoints:
         def resolve() -> str | None:
             shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
             checkpoint = resolve_resume(self.args.output_dir, resume)
-            if checkpoint is not None:
-                changed = differences(settings_in(Path(checkpoint)), self.run[0] | self.run[1])
-                if changed:
-                    logger.warning("resuming from %s with other settings: %s", checkpoint, "; ".join(changed))
+            if checkpoint is None:
+                return None
+            before = settings_in(Path(checkpoint))
+            changed = differences(before, self.all_settings)
+            if changed:
+                logger.warning("resuming from %s with other settings: %s", checkpoint, "; ".join(changed))
             return checkpoint
 
         # A recipe asks before it trains, and `train` asks again with the folder that was found.
@@ -334,7 +367,7 @@ class WholeCheckpoints:
         return self._resolved
 
     @contextmanager
-    def writing(self, checkpoint: Path, state: TrainerState, rollouts: dict[str, Any] | None) -> Iterator[None]:
+    def writing(self, checkpoint: Path, state: TrainerState, rollouts: Rollouts | None) -> Iterator[None]:
         """Redirect the trainer's writing of `checkpoint` to `self.staging`, and name it when it is whole.
 
         Older checkpoints are removed only then. In the trainer's `state` the best checkpoint has its final name.
@@ -365,7 +398,7 @@ class WholeCheckpoints:
                         state.save_to_json(str(staging / TRAINER_STATE_NAME))
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
-                    commit(staging, checkpoint, self.run[0] | self.run[1])
+                    commit(staging, checkpoint, self.all_settings)
                     remove_old(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
         finally:
             self.staging = None
@@ -373,33 +406,37 @@ class WholeCheckpoints:
                 shutil.rmtree(staging.parent, ignore_errors=True)  # empty, unless writing has failed
         self.accelerator.wait_for_everyone()
 
-    def load_rollouts(self, checkpoint: str | None) -> dict[str, Any] | None:
+    def load_rollouts(self, checkpoint: str | None) -> Rollouts | None:
         """This rank's data from [`writing`], on its device; `None`, with a warning, if it cannot be used."""
         if checkpoint is None:
             return None
         file = _rollout_file(Path(checkpoint), self.accelerator.process_index, self.accelerator.num_processes)
-        state = {}
-        reason = None
-        if not file.is_file():
-            reason = "none are there for this rank (stock TRL's checkpoint, or another number of processes)"
-        else:
-            try:
-                state = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:  # a damaged file raises many kinds of error in torch and pickle
-                reason = f"{file.name} cannot be read: {type(error).__name__}"
-        if reason is None and not {"step", "buffer"} <= state.keys():
-            reason = f"{file.name} is of another version of this package"
-        if state.get("buffer") is not None:
-            changed = differences(state.get("shape") or {}, self.run[0])
-            if changed:
-                reason = f"they were made with other settings: {'; '.join(changed)}"
+        rollouts, reason = self._read_rollouts(file)
         # One rank alone must not generate while the others do not.
-        reason = next((reason for reason in gather_object([reason]) if reason is not None), None)
-        if reason is None:
-            return send_to_device(state, self.accelerator.device)
+        reasons = [reason for reason in gather_object([reason]) if reason is not None]
+        if not reasons:
+            return send_to_device(rollouts, self.accelerator.device)
         if self.accelerator.is_main_process:
-            logger.warning("completions that %s kept are generated again: %s", checkpoint, reason)
+            logger.warning("completions that %s kept are generated again: %s", checkpoint, reasons[0])
         return None
+
+    def _read_rollouts(self, file: Path) -> tuple[Rollouts, str | None]:
+        """What a rank's file holds, and why it cannot be used; `None` if it can."""
+        if not file.is_file():
+            return {}, "none are there for this rank (stock TRL's checkpoint, or another number of processes)"
+        try:
+            rollouts = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged file raises many kinds of error in torch and pickle
+            return {}, f"{file.name} cannot be read: {type(error).__name__}"
+        if not {"step", "buffer"} <= rollouts.keys():
+            return rollouts, f"{file.name} is of another version of this package"
+        if rollouts["buffer"] is None:
+            return rollouts, None
+        of_completions, _ = self.run
+        changed = differences(rollouts.get("shape") or {}, of_completions)
+        if changed:
+            return rollouts, f"they were made with other settings: {'; '.join(changed)}"
+        return rollouts, None
 
 
 def _remedy_of_full_disk(checkpoint: Path) -> str:
@@ -413,7 +450,7 @@ def _remedy_of_full_disk(checkpoint: Path) -> str:
     )
 
 
-def settings_in(checkpoint: Path) -> dict[str, Any]:
+def settings_in(checkpoint: Path) -> Settings:
     """The settings of the run that wrote a checkpoint; none if its manifest has none."""
     try:
         return dict(read_json(checkpoint / MANIFEST)["run"]["settings"])

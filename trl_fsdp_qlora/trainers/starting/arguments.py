@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ...compat.deepspeed import zero_stage
-from ...compat.signatures import constructor_parameters
+from ...compat.signatures import parameters_of
 from ...compat.transformers import model_name, quantization_of
 from ...errors import UserError
 from ...fsdp2_qlora import launch_checks
@@ -30,7 +30,7 @@ def bound_to(stock: type, positional: tuple, named: dict[str, Any], ours: tuple[
         TypeError: there is no such argument, or one was given twice.
         UserError: there is no model.
     """
-    names = constructor_parameters(stock)
+    names = parameters_of(stock, "__init__")
     by_place = dict(zip(names, positional, strict=False))
     unknown = next((name for name in named if name not in (*names, *ours)), None)
     if unknown is not None:

@@ -7,7 +7,7 @@ TRL only; packed passes are compared with padded ones on every TRL (`prefix_shar
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import trl
@@ -31,30 +31,42 @@ logger = get_logger(__name__)
 LOSS_LIMIT = 0.1
 
 
-def stock_of(trainer: Any) -> type | None:
-    """TRL's class whose loss a trainer of this package computes; `None` if it has a loss of its own."""
-    classes = type(trainer).__mro__
-    ours = next(cls for cls in classes if cls.__module__.startswith("trl_fsdp_qlora."))
-    names = ("compute_loss", "_compute_loss")
-    if ours.own_loss or any(getattr(classes[0], name) is not getattr(ours, name) for name in names):
-        return None
-    return next(cls for cls in classes if cls.__module__.startswith("trl."))
+class Pair(NamedTuple):
+    """The class of this package that a trainer is one of, and TRL's class whose loss it computes."""
+
+    ours: type
+    stock: type
+
+    @classmethod
+    def of(cls, trainer: Any) -> "Pair":
+        classes = type(trainer).__mro__
+        first = {
+            package: next(owner for owner in classes if owner.__module__.startswith(f"{package}."))
+            for package in ("trl_fsdp_qlora", "trl")
+        }
+        return cls(first["trl_fsdp_qlora"], first["trl"])
 
 
 def is_to_be_compared(trainer: Any) -> bool:
     """Whether the first step of a trainer is to be compared; a line is logged for each name that its TRL lacks.
 
-    DeepSpeed steps in a backward, and FSDP1 keeps gradients in flat parameters, so under them nothing is compared.
+    If nothing is compared, a line has the reason. DeepSpeed steps in a backward, and FSDP1 keeps gradients in flat
+    parameters. The losses of T-SPMO and A*-PO are not TRL's.
     """
-    stock = stock_of(trainer)
-    if stock is None:
-        return False
+    ours, stock = Pair.of(trainer)
     trl_seams.check(trainer, stock)
     is_fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
-    if trainer.is_deepspeed_enabled or is_fsdp1:
-        under = "FSDP1" if is_fsdp1 else "DeepSpeed"
-        logger.warning(f"Under {under} the first step is not compared with TRL's own; tested is: {INSTALL}")
+    reasons = {
+        f"its loss is {ours.__name__}'s own": ours.own_loss,
+        "the run uses DeepSpeed": trainer.is_deepspeed_enabled,
+        "the run uses FSDP1": is_fsdp1,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        logger.warning(f"The first step is not compared with TRL's own ({reason}); tested is: {INSTALL}")
         return False
+    if trainer.users_loss is not None:
+        logger.warning(f"The first step is compared with TRL's own without {trainer.users_loss}, which is called once")
     return True
 
 
@@ -69,7 +81,7 @@ def compare_first_step(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -
         logger.warning("The first step is not compared with TRL's own, which knows no episodes of several rows.")
         return
     try:
-        reason = _difference(trainer, stock_of(trainer), model, _telling(inputs))
+        reason = _difference(trainer, model, _telling(inputs))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -104,12 +116,15 @@ def _telling(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "advantages": values.view(-1, *[1] * (advantages.ndim - 1)).expand_as(advantages)}
 
 
-def _difference(trainer: Any, stock: type, model: nn.Module, inputs: dict[str, Any]) -> str | None:
+def _difference(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> str | None:
     """What differs between the two losses and their gradients; `None` if it may be rounding."""
-    # Two objects with the trainer's attributes, so that what a loss sets is forgotten; one has TRL's methods alone.
-    theirs, ours = (object.__new__(cls) for cls in (stock, type(trainer)))
-    for each in (theirs, ours):
-        vars(each).update(vars(trainer))
+    # Two objects with the trainer's attributes, so that what a loss sets is forgotten. One has this package's methods,
+    # the other TRL's alone. The user's own are not called: they may count their calls.
+    ours, theirs = map(object.__new__, Pair.of(trainer))
+    attributes = {name: value for name, value in vars(trainer).items() if name not in trl_seams.METHODS_OF_LOSS}
+    for copy in (ours, theirs):
+        vars(copy).update(attributes)
+    ours.why_stock = "compared with stock TRL"  # no token is left out
     with trainer.accelerator.autocast():
         limits = LIMITS_HALF if rounding_unit(trainer.sharing.base, trainer.accelerator.device) else LIMITS_FP32
     with _separate_gradients(model) as parameters, _leaving_no_trace(trainer), without_dropout(model):
@@ -161,15 +176,13 @@ def _norm(parameters: list[nn.Parameter]) -> float:
 
 @contextmanager
 def _leaving_no_trace(trainer: Any) -> Iterator[None]:
-    """In the block a trainer plans no step and selects no tokens; then metrics and random numbers are as before."""
+    """In the block a trainer plans no step; then metrics and random numbers are as before."""
     lengths = {mode: {name: len(values) for name, values in of.items()} for mode, of in trainer._metrics.items()}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(replaced(trainer.telemetry, later=lambda *_: None))
         if hasattr(trainer, "look_ahead"):
             stack.enter_context(replaced(trainer.look_ahead, _step=None))
-        if hasattr(trainer, "budget"):
-            stack.enter_context(replaced(trainer.budget, strategy="all"))
         yield
     for mode, of in trainer._metrics.items():
         for name in list(of):

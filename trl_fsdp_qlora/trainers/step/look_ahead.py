@@ -14,15 +14,16 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
 
-from ...compat.trl import is_tested, joined_images
+from ...compat.trl import is_tested
 from ...prefix_sharing.batch import Batch
 from ...prefix_sharing.problems import CannotPack, Scope
 from ...prefix_sharing.sharing import PromptSharing
-from .rows import EpisodeRows, batch_of_loss, episode_rows, equally_many
+from .rows import EpisodeRows, LossRows, episode_rows, equally_many
 from .step_scores import StepScores
 
 if TYPE_CHECKING:
     from ...compat.trl import FusedCausalLMOutput
+    from .trl_pass import Request
 
 logger = get_logger(__name__)
 
@@ -35,13 +36,10 @@ class LookAhead:
 
     Args:
         args: a config with `tokens_per_pass` and `steps_per_generation`.
-        router_loss: whether the loss has a router loss.
         one_by_one: whether each backward has to reach a parameter. That is so with DeepSpeed, whose optimizer
             steps in the last loss's backward.
-        drawn: returns the micro-batches of the generation batch in use.
-        scored_tokens: `scored_tokens(inputs, ahead)` are the completion tokens `(B, C)` that the loss of a micro-batch
-            will ask for; `None` for every unmasked token. `ahead` is the number of micro-batches after the current
-            one, which has 0.
+        coming: `coming(count)` are the rows of the losses of the current micro-batch and those after it, `count` in
+            all, from the generation batch in use.
 
     Attributes:
         scores: those of this optimizer step; `None` if each micro-batch is scored by itself.
@@ -51,17 +49,13 @@ class LookAhead:
         self,
         args: Any,
         accelerator: Accelerator,
-        router_loss: bool,
         one_by_one: bool,
-        drawn: Callable[[], Sequence[dict[str, Any]]],
-        scored_tokens: Callable[[dict[str, Any], int], torch.Tensor | None],
+        coming: Callable[[int], Sequence[LossRows]],
     ):
         self.args = args
         self.accelerator = accelerator
-        self.router_loss = router_loss
         self.one_by_one = one_by_one
-        self._drawn = drawn
-        self._scored_tokens = scored_tokens
+        self._coming = coming
         self._step: int | None = None  # the number of the current micro-batch; `None` outside of a training step
         self._micro_batches = 1  # of the optimizer step
         self._has_looked_at_values = False  # of a call's arguments
@@ -75,7 +69,9 @@ class LookAhead:
         self._done = 0  # micro-batches since the optimizer step before
         # The micro-batches covered by the last look ahead, whether or not they are scored together.
         self._planned = range(0)
+        self._losses: Sequence[LossRows] = []  # what each of them scores
         self._versions: list = []  # for each of them, the tensors its scores depend on; see `_tensor_versions`
+        self._answered = -1  # the last micro-batch whose scores were returned
 
     def end_update(self) -> None:
         """End this optimizer step: add the gradients that wait for a further micro-batch, because none comes."""
@@ -113,7 +109,7 @@ class LookAhead:
             self.scores.finish_backward(model, self.accelerator.autocast, self.accelerator.no_sync)
 
     def scores_of(
-        self, sharing: PromptSharing, model: nn.Module, inputs: dict[str, Any], arguments: dict[str, Any]
+        self, sharing: PromptSharing, request: "Request", arguments: dict[str, Any]
     ) -> "FusedCausalLMOutput | None":
         """The scores of the current micro-batch, if they are computed with those of others.
 
@@ -122,8 +118,7 @@ class LookAhead:
 
         Args:
             sharing: of the policy.
-            model: the root module.
-            inputs: those of the loss.
+            request: what the loss asks for.
             arguments: those with which TRL's method calls the model.
         """
         if self._step is None:
@@ -133,22 +128,25 @@ class LookAhead:
         if self.scores is None:
             return None
         number = self._step - self._planned.start
-        reason = self._why_not_planned(number, inputs, arguments)
+        reason = self._why_not_planned(number, request, arguments)
         if reason is not None:
+            if self._answered == self._step:
+                return None  # a further pass of the user's, while the loss still needs the planned scores
             logger.warning_once(
                 f"Prompts are computed once per micro-batch, and not once per optimizer step: {reason}."
             )
             self._drop_plan()
             return None
         try:
-            output = self.scores.score(number, model)
+            output = self.scores.score(number, request.model)
         except CannotPack as error:
             from ...compat.fsdp import forget_forward
 
-            forget_forward(model)
+            forget_forward(request.model)
             sharing.refuse(Scope.STEP, str(error))
             self._drop_plan()
             return None
+        self._answered = self._step
         rows = self._rows[number]
         return output if rows is None else rows.scores(output, self._batches[number].labels)
 
@@ -156,29 +154,23 @@ class LookAhead:
         self.scores.finish()  # what earlier passes owe to shared beginnings
         self.scores = None
 
-    def _why_not_planned(self, number: int, inputs: dict[str, Any], arguments: dict[str, Any]) -> str | None:
+    def _why_not_planned(self, number: int, request: "Request", arguments: dict[str, Any]) -> str | None:
         """Why a call is not the one whose scores were planned for this micro-batch; `None` if it is."""
-        if self._versions[number] != _tensor_versions(inputs) or not self.scores.comes_next(number):
+        if self._versions[number] != _tensor_versions(request.inputs) or not self.scores.comes_next(number):
             return (
                 "something between _prepare_inputs and _compute_loss changes the inputs of a micro-batch, or leaves "
                 "one out"
             )
+        # The same tensor, unless a callback has changed what the loss needs.
+        if self._losses[number].scored_BC is not request.scored_BC:
+            return "the loss needs other tokens than when its optimizer step began"
         planned = {**self._batches[number].arguments(), "fused_lm_head": True}
+        looks_at_values = request.is_open or not self._has_looked_at_values
         for name in arguments.keys() | (_ALWAYS & planned.keys()):
-            if not self._is_alike(arguments.get(name), planned.get(name)):
+            if not _is_alike(arguments.get(name), planned.get(name), looks_at_values):
                 return f"TRL's method calls the model with another {name} than its inputs have"
         self._has_looked_at_values = is_tested()
         return None
-
-    def _is_alike(self, value: Any, planned: Any) -> bool:
-        """Whether an argument of the model is as planned.
-
-        Tensors are compared by their shapes, and once also by their values, because a device would wait for every
-        comparison. On a TRL that was not tested the values of every call are compared.
-        """
-        if not isinstance(value, torch.Tensor) or not isinstance(planned, torch.Tensor):
-            return value is planned or (type(value) is type(planned) and value == planned)
-        return value.shape == planned.shape and (self._has_looked_at_values or torch.equal(value, planned))
 
     def _plan(self, sharing: PromptSharing) -> StepScores | None:
         """Scores of this micro-batch and those after it up to the optimizer step, if their completions are drawn."""
@@ -191,14 +183,11 @@ class LookAhead:
         limit = self.args.tokens_per_pass
         if limit == 0 or (count < 2 and limit is None):
             return None
-        planned = [joined_images(inputs) for inputs in self._drawn()[first : first + count]]
-        self._versions = [_tensor_versions(inputs) for inputs in planned]
-        batches = [
-            batch_of_loss(inputs, self._scored_tokens(inputs, ahead), self.router_loss)
-            for ahead, inputs in enumerate(planned)
-        ]
+        self._losses = self._coming(count)
+        self._versions = [_tensor_versions(loss.inputs) for loss in self._losses]
+        batches = [loss.batch() for loss in self._losses]
         self._batches = batches
-        self._rows = [episode_rows(inputs) for inputs in planned]
+        self._rows = [episode_rows(loss.inputs) for loss in self._losses]
         default_limit = None
         if self._rows[0] is not None:
             default_limit = max(rows.padded_tokens for rows in self._rows)
@@ -208,6 +197,17 @@ class LookAhead:
         if plan is None:
             return None
         return StepScores(plan, batches, count == left_in_update, sharing.packed_model.router_losses)
+
+
+def _is_alike(value: Any, planned: Any, looks_at_values: bool) -> bool:
+    """Whether an argument of the model is as planned.
+
+    Tensors are compared by their shapes, and once also by their values, because a device would wait for every
+    comparison. On a TRL that was not tested, and if the user's own code may call, all values are compared.
+    """
+    if not isinstance(value, torch.Tensor) or not isinstance(planned, torch.Tensor):
+        return value is planned or (type(value) is type(planned) and value == planned)
+    return value.shape == planned.shape and (not looks_at_values or torch.equal(value, planned))
 
 
 def _tensor_versions(inputs: dict) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """Rows of a trainer's micro-batch: as arguments of TRL's pass, and as a batch for prefix sharing.
 
+
 An *episode* is a completion of TRL's batch. Usually it is one row: a prompt and what follows it. An agent whose
 history is rendered again at each turn, or which compacts its context or calls other agents, sampled its tokens behind
 several histories, so its episode has several rows. To TRL its sampled tokens are one completion. [`EpisodeRows`] is
@@ -8,17 +9,21 @@ all that differs: a pass computes the rows, and the scores of their sampled toke
 Suffixes of shapes: B episodes, C columns of their completions, R rows, L columns of a row, N sampled tokens.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...compat import trl as trls
 from ...compat.trl_rollouts import ROWS
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
 from ...prefix_sharing.ranks import reduced_over_ranks
 from ...scoring.transfer import to_device
+
+T = TypeVar("T")
 
 # Arguments that TRL's pass takes from a batch in addition to ids and masks.
 OF_IMAGES = (
@@ -164,20 +169,47 @@ def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def batch_of_loss(inputs: dict[str, Any], scored_BC: torch.Tensor | None, router_loss: bool) -> Batch:
-    """A micro-batch as the rows of its loss's pass.
+class LossRows(NamedTuple):
+    """What the loss of a micro-batch scores.
 
-    Args:
+    Attributes:
         inputs: those of the loss.
         scored_BC: completion tokens whose values are wanted (bool); every unmasked token if `None`.
         router_loss: whether the loss has a router loss.
     """
-    arguments = padded_batch(inputs)
-    input_ids, attention_mask, width = map(arguments.pop, ("input_ids", "attention_mask", "logits_to_keep"))
-    labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)
-    labels[:, :-width] = IGNORED_LABEL
-    if scored_BC is not None:
-        labels[:, -width:].masked_fill_(~scored_BC, IGNORED_LABEL)
-    vision = {name: value for name, value in arguments.items() if value is not None}
-    num_images = vision.pop("num_images", None)
-    return Batch(input_ids, attention_mask, labels, vision, num_images, router_loss)
+
+    inputs: dict[str, Any]
+    scored_BC: torch.Tensor | None = None
+    router_loss: bool = False
+
+    def batch(self) -> Batch:
+        """The rows as the loss's pass calls the model with them."""
+        vision = padded_batch(self.inputs)
+        input_ids, attention_mask, width = map(vision.pop, ("input_ids", "attention_mask", "logits_to_keep"))
+        labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)
+        labels[:, :-width] = IGNORED_LABEL
+        if self.scored_BC is not None:
+            labels[:, -width:].masked_fill_(~self.scored_BC, IGNORED_LABEL)
+        vision = {name: value for name, value in vision.items() if value is not None}
+        num_images = vision.pop("num_images", None)
+        return Batch(input_ids, attention_mask, labels, vision, num_images, self.router_loss)
+
+
+class PerBatch(Generic[T]):
+    """Values that are made once of a micro-batch's tensors, so that a plan and the loss get the same objects."""
+
+    def __init__(self):
+        # By the first of the tensors: the tensors, what else the value was made of, and the value.
+        self._values = WeakTensorKeyDictionary()
+
+    def get(self, tensors: Sequence[torch.Tensor], key: Hashable, make: Callable[[], T]) -> T:
+        """The value that was made of these tensors with this `key`; `make()` if there is none yet."""
+        # A write to a tensor raises its version.
+        key = (key, *(0 if tensor.is_inference() else tensor._version for tensor in tensors))
+        first, *others = tensors
+        known_others, known_key, value = self._values.get(first, ((), None, None))
+        if known_key == key and all(map(operator.is_, others, known_others)):
+            return value
+        value = make()
+        self._values[first] = (others, key, value)
+        return value

@@ -1,10 +1,12 @@
 """`TSPMOTrainer`: GRPO's loop with credit for single token transitions (arXiv 2504.20834)."""
 
+from dataclasses import replace
+
 import torch
 
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..starting.arguments import config_or_default
-from ..step.scoring import Request
+from ..step.rows import PerBatch
 from .config import TSPMOConfig
 from .credit import group_credit
 
@@ -35,12 +37,16 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         args = config_or_default(TSPMOConfig, args, model, "T-SPMO")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        self._credited: PerBatch[torch.Tensor] = PerBatch()
 
     def features(self) -> list[tuple[str, str]]:
         # GRPO's lines on skipping and selection do not apply here.
-        not_applicable = self.budget.features()
+        not_applicable = self.budget.features(self._terms(), self._why_every_token())
         features = [feature for feature in super().features() if feature not in not_applicable]
-        features.append(("on", f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}"))
+        tokens = "branching tokens only"
+        if self.users_loss is not None:
+            tokens = f"every token computed, which {self.users_loss} may read; branching tokens in the loss"
+        features.append(("on", f"T-SPMO: {tokens}, objective {self.args.t_spmo_objective}"))
         return features
 
     def _generate_and_score_completions(self, inputs):
@@ -61,28 +67,29 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
-    def _scored_tokens(self, inputs, ahead):
-        return inputs["advantages"] != 0
+    def _scored_tokens(self, inputs, ahead=0):
+        if self.users_loss is not None:
+            return None
+        credit_BC = inputs["advantages"]
+        return self._credited.get([credit_BC], "credited", lambda: credit_BC != 0)
 
     def _compute_loss(self, model, inputs):
         credit_BC = inputs["advantages"]
-        request = Request(model, inputs, scored_BC=credit_BC != 0)
-        logps_BC, entropies_BC, aux_loss = self._score_completions(request, inputs)
+        request = replace(self._request(model, inputs), scored_BC=self._scored_tokens(inputs))
+        logps_BC, entropies_BC, aux_loss = self._score_completions(request)
         value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
         # The loss is the mean over the groups of the optimizer step: the credit contains 1/|U|, so the sum over a
         # group's rows is the group's objective.
         loss = -(credit_BC * value_BC).sum() * self._group_size / len(credit_BC)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
-        counts = torch.stack([inputs["completion_mask"].sum(), request.scored_BC.sum(), entropies_BC.sum()]).float()
-        counts = self.accelerator.reduce(counts.detach(), reduction="sum")
+        credited_BC = credit_BC != 0
+        entropy = (entropies_BC * credited_BC).sum()
+        sums = torch.stack([inputs["completion_mask"].sum(), credited_BC.sum(), entropy]).float()
+        # One wait for the device, where TRL's losses have ten: the metrics are there when the loss is.
+        valid, scored, entropy = self.accelerator.reduce(sums.detach(), reduction="sum").tolist()
         metrics = self._metrics["train" if self.model.training else "eval"]
-
-        def finish(counts):
-            valid, scored, entropy = counts
-            metrics["tokens/scored_fraction"].append(scored / max(valid, 1.0))
-            metrics["tokens/nothing_to_learn"].append(float(scored == 0))
-            metrics["entropy"].append(entropy / scored if scored else float("nan"))
-
-        self.telemetry.later(counts, finish)
+        metrics["tokens/scored_fraction"].append(scored / max(valid, 1.0))
+        metrics["tokens/nothing_to_learn"].append(float(scored == 0))
+        metrics["entropy"].append(entropy / scored if scored else float("nan"))
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)

@@ -1,12 +1,9 @@
-"""`Scoring`: TRL's passes for log-probabilities on packed rows, each pass timed as a phase.
-
-It is about TRL's trainers; the room `scoring/` has the arithmetic.
+"""`TrlPass`: TRL's passes for log-probabilities on packed rows, each timed as a phase.
 
 A pass has three parts. [`Request`] is what a loss asks of it. TRL's own method runs it, and calls a [`PassModel`] in
-the model's place. Then the values are finished: weights on gradients, ties.
+the model's place. Then the values are finished: ties, weights on gradients, importance weights.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +13,10 @@ import torch
 from torch import nn
 
 from ...compat.peft import is_reference
+from ...compat.signatures import parameters_of
+from ...compat.trl import INSTALL, is_tested
 from ...compat.trl_rollouts import ROWS
+from ...errors import UserError
 from ...prefix_sharing.batch import IGNORED_LABEL, Instructions
 from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
@@ -34,7 +34,7 @@ LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a loss asks of its pass of the policy; see [`Scoring.requested`].
+    """What a loss asks of its pass of the policy; see [`TrlPass.requested`].
 
     Attributes:
         model: the policy as TRL hands it to the loss, wrappers included.
@@ -43,15 +43,20 @@ class Request:
             zeros. A caller that leaves out tokens must also zero the old and reference values of these tokens:
             `exp(0 - old)` overflows, and infinity times a zero mask is not zero.
         weight_BC: factor on the gradient of each log-probability; one if `None`.
-        values: the result of this pass, if the pass ran before the loss because importance weights needed its
-            log-probabilities.
+        entropy_scale: factor on the entropies, `()`; one if `None`.
+        keeps_ties: whether equal tokens get equal entropies, because the loss selects tokens by a quantile of them.
+        receive: is called with the log-probabilities before the loss gets them.
+        is_open: whether the user's own code may call the pass once more, with other arguments.
     """
 
     model: nn.Module
     inputs: dict[str, Any] | None = None
     scored_BC: torch.Tensor | None = None
     weight_BC: torch.Tensor | None = None
-    values: LogProbs | None = None
+    entropy_scale: torch.Tensor | None = None
+    keeps_ties: bool = False
+    receive: Callable[[torch.Tensor], None] | None = None
+    is_open: bool = False
 
 
 class PassModel:
@@ -86,12 +91,10 @@ class PassModel:
     def __call__(self, **arguments) -> "FusedCausalLMOutput":
         request = self.request
         if request.scored_BC is not None:
-            labels = arguments["labels"].clone()
-            labels[:, -request.scored_BC.shape[1] :].masked_fill_(~request.scored_BC, IGNORED_LABEL)
-            arguments["labels"] = labels
+            arguments["labels"] = self._wanted(arguments)
         planned = None
         if self.look_ahead is not None:
-            planned = self.look_ahead.scores_of(self.sharing, request.model, request.inputs, arguments)
+            planned = self.look_ahead.scores_of(self.sharing, request, arguments)
         if planned is not None:
             return planned
         if self.sharing.wrapped_forward.is_on:
@@ -113,6 +116,27 @@ class PassModel:
             outputs.append(self.request.model(**{**of_rows, **of_slice}))
         return joined(outputs)
 
+    def _wanted(self, arguments: dict[str, Any]) -> torch.Tensor:
+        """The labels `(B, L)` of a call, with those of the wanted tokens only.
+
+        Raises:
+            UserError: the call's rows are not those of the loss, for which the tokens were chosen.
+        """
+        scored_BC = self.request.scored_BC
+        width = scored_BC.shape[1]
+        ids_BC = arguments["input_ids"][:, -width:]
+        completion_ids_BC = self.request.inputs["completion_ids"]
+        is_as_wide = ids_BC.shape == completion_ids_BC.shape
+        # The host waits for this comparison, so it is made only on a TRL whose calls nobody has looked at.
+        if not is_as_wide or not (is_tested() or torch.equal(ids_BC, completion_ids_BC)):
+            raise UserError(
+                "tokens are left out of a loss, and this TRL's _get_per_token_logps_and_entropies scores other rows "
+                f"than the loss has: leave out token_selection, or {INSTALL}"
+            )
+        labels = arguments["labels"].clone()
+        labels[:, -width:].masked_fill_(~scored_BC, IGNORED_LABEL)
+        return labels
+
     @property
     def has_computed(self) -> bool:
         """Whether the pass has run the model; what a plan answers may have been computed in an earlier pass."""
@@ -124,46 +148,35 @@ class PassModel:
         return self.sharing.status.packs and self.sharing.figures.tokens > 0
 
 
-class Scoring:
+class TrlPass:
     """`_get_per_token_logps_and_entropies` of TRL's GRPO and RLOO trainers on packed rows.
 
-    Old and reference passes are cut by the tokens they compute instead of by rows.
+    Old and reference passes are cut by the tokens they compute instead of by rows. A pass of any other model than the
+    policy and TRL's reference model is TRL's own.
 
     Args:
         policy, reference: the sharing of prompts in the two models; `reference` is `None` without a reference model.
-        reference_model: TRL's, with its wrappers; `None` if there is none.
         look_ahead: the scores of an optimizer step.
         add_metrics: logs values by name.
-        selects_by_entropy: whether the loss selects tokens by a quantile of the entropies.
-        needs_old_policy: whether the loss reads the log-probabilities of the old policy. Without it that pass returns
-            zeros and runs nothing.
     """
 
     def __init__(
         self,
         policy: PromptSharing,
         reference: PromptSharing | None,
-        reference_model: nn.Module | None,
-        args: Any,
         clock: PhaseTimer,
         look_ahead: LookAhead,
         add_metrics: Callable[[dict[str, float]], None],
-        selects_by_entropy: bool = False,
-        needs_old_policy: bool = True,
     ):
         self.policy = policy
         self.reference = reference
-        self.reference_model = reference_model
-        self.args = args
         self.clock = clock
         self.look_ahead = look_ahead
-        self.selects_by_entropy = selects_by_entropy
-        self.needs_old_policy = needs_old_policy
         self._add_metrics = add_metrics
         self._request: Request | None = None  # of the loss that is being computed
         # Of the generation batch that is being made, whose old and reference passes follow; see `rows.ROWS`.
         self.rows_of_batch: list[list[Row]] | None = None
-        self.is_answered = False  # whether a pass followed the last request
+        self._is_answered = False  # whether a pass followed the last request
 
     @contextmanager
     def requested(self, request: Request) -> Iterator[None]:
@@ -171,47 +184,70 @@ class Scoring:
 
         TRL's loss calls the pass itself, with arguments of its own, so the request cannot travel as one. A trainer
         computes one loss at a time, as its `_step` and its buffer of inputs already require.
+
+        Raises:
+            UserError: the request leaves out tokens, and no pass of the policy has followed it.
         """
         outer = self._request
         self._request = request
-        self.is_answered = False
+        self._is_answered = False
         try:
             yield
         finally:
             self._request = outer
+        if request.scored_BC is not None and not self._is_answered:
+            raise UserError(
+                "tokens are left out of a loss, and this TRL's loss does not ask for its log-probabilities by "
+                f"_get_per_token_logps_and_entropies: leave out token_selection, or {INSTALL}"
+            )
 
     def score(self, stock: Callable[..., LogProbs], is_training: bool, model: nn.Module, *args, **kwargs) -> LogProbs:
         """Run a pass. `stock` is TRL's method, `model` and what follows are its arguments."""
+        sharing = self._sharing_in(model)
+        if sharing is None:
+            return stock(model, *args, **kwargs)
         request = self._request
         if request is not None and request.model is model:
-            self.is_answered = True
-            if request.values is not None:
-                return request.values
-            kind = "policy" if is_training else "evaluation"
+            if self._is_answered:  # the user's code asks a second time
+                request = replace(request, receive=None)
+            self._is_answered = True
+            purpose = "policy" if is_training else "evaluation"
         else:
             request = Request(model)
-            is_for_reference = model is self.reference_model or is_reference(model)
-            kind = "reference" if is_for_reference else "old_policy"
-        arguments = inspect.signature(stock).bind(model, *args, **kwargs).arguments
-        del arguments["model"]
-        if kind == "old_policy" and not self.needs_old_policy:
-            ids = arguments["input_ids"]
-            return torch.zeros(len(ids), arguments["logits_to_keep"], device=ids.device), None, None
-        is_phase = is_training and kind in ("old_policy", "reference")
-        with self.clock.phase(f"{kind}_pass") if is_phase else nullcontext():
-            return self.run(stock, request, kind, arguments)
+            purpose = self._purpose(model, sharing)
+        arguments = _named(stock, args) | kwargs
+        is_phase = is_training and purpose in ("old_policy", "reference")
+        with self.clock.phase(f"{purpose}_pass") if is_phase else nullcontext():
+            return self.run(stock, request, purpose, arguments)
 
-    def run(self, stock: Callable[..., LogProbs], request: Request, kind: str, arguments: dict[str, Any]) -> LogProbs:
-        """Run a pass of this kind. `arguments` are those of `stock` but the model, which the request has."""
-        model = self._model_for(request, kind, arguments)
+    def _sharing_in(self, model: nn.Module) -> PromptSharing | None:
+        """The sharing of prompts in a model, wrapped or not; `None` if it is no model of the trainer's."""
+        # The first modules are the wrappers, so the walk is short.
+        for module in model.modules():
+            if module is self.policy.base:
+                return self.policy
+            if self.reference is not None and module is self.reference.base:
+                return self.reference
+        return None
+
+    def _purpose(self, model: nn.Module, sharing: PromptSharing) -> str:
+        """What a pass is for that no loss has requested; with gradients it is a further one of the user's own loss."""
+        if sharing is not self.policy or is_reference(model):
+            return "reference"
+        return "policy" if torch.is_grad_enabled() else "old_policy"
+
+    def run(
+        self, stock: Callable[..., LogProbs], request: Request, purpose: str, arguments: dict[str, Any]
+    ) -> LogProbs:
+        """Run a pass for this purpose. `arguments` are those of `stock` but the model, which the request has."""
+        model = self._model_for(request, purpose, arguments)
         if model.instructions.tokens_per_pass is not None or model.rows is not None:
             arguments = {**arguments, "batch_size": None}  # cut by tokens and not by rows
-        return self._finished(stock(model, **arguments), model, kind, arguments)
+        return self._finished(stock(model, **arguments), model, purpose, arguments)
 
-    def _model_for(self, request: Request, kind: str, arguments: dict[str, Any]) -> PassModel:
+    def _model_for(self, request: Request, purpose: str, arguments: dict[str, Any]) -> PassModel:
         """What TRL's method calls in this pass."""
-        is_other_model = self.reference_model is not None and request.model is self.reference_model
-        sharing = self.reference if is_other_model else self.policy
+        sharing = self._sharing_in(request.model)
         rows, width = arguments["input_ids"].shape
         batch_size = arguments.get("batch_size") or rows
         instructions = Instructions(num_images=arguments.get("num_images"))
@@ -219,36 +255,56 @@ class Scoring:
         of_episodes = self.rows_of_batch if request.inputs is None else request.inputs.get(ROWS)
         if of_episodes is not None:
             episodes = EpisodeRows(of_episodes, arguments["logits_to_keep"])
-            if kind in ("old_policy", "reference"):
+            if purpose in ("old_policy", "reference"):
                 instructions = Instructions(tokens_per_pass=batch_size * episodes.width)
         elif batch_size < rows:
             # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
             is_cut = sharing.status.packs and not arguments.get("compute_aux_loss")
             tokens_per_pass = batch_size * width
             instructions = replace(instructions, tokens_per_pass=tokens_per_pass) if is_cut else Instructions()
-        is_of_step = kind == "policy" and torch.is_grad_enabled() and request.inputs is not None
+        is_of_step = purpose == "policy" and torch.is_grad_enabled() and request.inputs is not None
         return PassModel(request, sharing, instructions, self.look_ahead if is_of_step else None, episodes)
 
-    def _finished(self, values: LogProbs, model: PassModel, kind: str, arguments: dict[str, Any]) -> LogProbs:
-        """The values `(B, C)` of a pass, on the batch's device, with equal entropies of equal tokens."""
+    def _finished(self, values: LogProbs, model: PassModel, purpose: str, arguments: dict[str, Any]) -> LogProbs:
+        """The values `(B, C)` of a pass, on the batch's device, as the request wants them."""
         request = model.request
-        input_ids, attention_mask, width = map(arguments.get, ("input_ids", "attention_mask", "logits_to_keep"))
         # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
         # devices, or the host if FSDP2 offloads the head.
-        device = input_ids.device
-        logps_BC, entropies_BC, *others = (x.to(device) if isinstance(x, torch.Tensor) else x for x in values)
+        device = arguments["input_ids"].device
+        logps_BC, entropies_BC, *further = (x.to(device) if isinstance(x, torch.Tensor) else x for x in values)
         if model.is_packed:
             if model.has_computed:
-                name = "policy" if kind == "policy" else "no_grad"
+                name = "policy" if purpose == "policy" else "no_grad"
                 self._add_metrics(model.sharing.figures.metrics(f"prefix_sharing/{name}"))
-            # Equal tokens need equal entropies: the quantile may fall on a tie.
-            # Tokens of rows that are equal have one context only if the histories before them are equal.
-            if self.selects_by_entropy and entropies_BC is not None and model.rows is None:
-                vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
-                keys_B1 = fingerprints(vision) if "pixel_values" in vision else None
-                entropies_BC = share_values(entropies_BC, input_ids, attention_mask, width, keys_B1)
-            if request.scored_BC is None and entropies_BC is not None and width == 1:
-                entropies_BC = fill_masked_rows(entropies_BC, attention_mask[:, -1:])
+            if entropies_BC is not None:
+                # Tokens of rows that are equal have one context only if the histories before them are equal.
+                keeps_ties = request.keeps_ties and model.rows is None
+                entropies_BC = _as_of_padded_rows(entropies_BC, replace(request, keeps_ties=keeps_ties), arguments)
+        if request.entropy_scale is not None and entropies_BC is not None:
+            entropies_BC = entropies_BC * request.entropy_scale
+        if request.receive is not None:
+            request.receive(logps_BC)
         if request.weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, request.weight_BC)
-        return logps_BC, entropies_BC, *others
+        return logps_BC, entropies_BC, *further
+
+
+def _named(stock: Callable, args: tuple) -> dict[str, Any]:
+    """Positional arguments of TRL's method, without the model, by their names."""
+    classes = type(stock.__self__).__mro__
+    trainer_class = next(cls for cls in classes if cls.__module__.startswith("trl."))
+    _, *names = parameters_of(trainer_class, "_get_per_token_logps_and_entropies")
+    return dict(zip(names, args, strict=False))
+
+
+def _as_of_padded_rows(entropies_BC: torch.Tensor, request: Request, arguments: dict[str, Any]) -> torch.Tensor:
+    """The entropies of packed rows, equal where those of padded rows are equal."""
+    attention_mask = arguments["attention_mask"]
+    width = arguments["logits_to_keep"]
+    if request.keeps_ties:  # the quantile may fall on a tie
+        vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
+        keys_B1 = fingerprints(vision) if "pixel_values" in vision else None
+        entropies_BC = share_values(entropies_BC, arguments["input_ids"], attention_mask, width, keys_B1)
+    if request.scored_BC is None and width == 1:
+        entropies_BC = fill_masked_rows(entropies_BC, attention_mask[:, -1:])
+    return entropies_BC

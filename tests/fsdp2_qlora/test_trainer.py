@@ -1,5 +1,8 @@
-"""Ranks with a sharded 4-bit base against one process with the whole one: two, and four as two replicas of two
+"""Ranks with a sharded 4-bit base compared with one process with the whole one: two, and four as two replicas of two
 shards.
+
+Covers `trainer.py`, and with several ranks `prepare.py`, `distribute.py`, `generation.py`, `adapters.py` and
+`loading.py`.
 """
 
 import signal

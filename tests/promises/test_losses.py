@@ -1,0 +1,257 @@
+"""A user's own loss sees what it sees in stock TRL: values of every token, gradients, metrics, attributes set later.
+
+One import differs between the two runs of a case. Rows are the same; updates of two steps are compared.
+"""
+
+import pytest
+import torch
+import trl
+from transformers import TrainerCallback
+
+from tests import tiny
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+
+STOCK = (trl.GRPOTrainer, trl.GRPOConfig)
+OURS = (EfficientGRPOTrainer, EfficientGRPOConfig)
+# Micro-batches of a step that are scored together, one that is cut, and one by itself.
+PLANS = {
+    "alone": {"per_device_train_batch_size": 8},
+    "merged": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "tokens_per_pass": 1000},
+    "cut": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "tokens_per_pass": 60},
+}
+
+
+def episodes(prompts, trainer):
+    """The policy's tokens, three of an environment, and the policy's again, of different lengths."""
+    draw = torch.Generator().manual_seed(trainer.state.global_step)
+    tokenizer = trainer.processing_class
+    ids = []
+    for row in range(len(prompts)):
+        ids.append(torch.randint(3, len(tokenizer), (7 + row % 3,), generator=draw).tolist())
+    return {
+        "prompt_ids": [tokenizer(prompt[-1]["content"] * 6)["input_ids"] for prompt in prompts],
+        "completion_ids": ids,
+        "logprobs": None,
+        "env_mask": [[1, 1, 0, 0, 0] + [1] * (len(row) - 5) for row in ids],
+    }
+
+
+def half_learned(completions, **_columns):
+    """Rewards that differ in every second group."""
+    return [float(row % 4) if row % 8 < 4 else 1.0 for row in range(len(completions))]
+
+
+def trained(classes, folder, change=None, callback=None, plan="alone", **settings):
+    """The update of two steps, and the trainer. `change` makes a subclass of a trainer's class."""
+    trainer_class, config_class = classes
+    cls = trainer_class if change is None else change(trainer_class)
+    settings = {"max_steps": 2, **PLANS[plan], **settings}
+    if classes is STOCK:
+        settings.pop("tokens_per_pass", None)
+    torch.manual_seed(0)
+    run = tiny.trainer(
+        cls, config_class, folder, peft_config=tiny.lora(), reward=half_learned, dataset=tiny.prompts(), **settings
+    )
+    run.rollout_func = episodes
+    if callback is not None:
+        run.add_callback(callback(run))
+    parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in parameters]
+    run.train()
+    moved = [parameter.detach() - start for parameter, start in zip(parameters, before, strict=True)]
+    return torch.cat([part.flatten() for part in moved]), run
+
+
+def assert_as_stock(folder, **case):
+    stock, _ = trained(STOCK, folder / "stock", **case)
+    ours, run = trained(OURS, folder / "ours", **case)
+    assert (ours - stock).norm() <= 1e-3 * stock.norm()  # float32 sums in another order
+    return run
+
+
+def with_term(cls):
+    """ECHO: a cross-entropy over the environment's tokens, of the values that the loss's own pass returned."""
+
+    class WithTerm(cls):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            self.values = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return self.values
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            return loss - 0.05 * (self.values[0] * (1 - inputs["tool_mask"])).sum()
+
+    return WithTerm
+
+
+def with_entropy_bonus(cls):
+    class WithBonus(cls):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            self.values = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return self.values
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            return loss - 0.05 * (self.values[1] * inputs["completion_mask"]).sum()
+
+    return WithBonus
+
+
+def other_words(input_ids):
+    """The same rows with other tokens in them."""
+    return torch.where(input_ids == 10, 11, input_ids)
+
+
+def with_second_pass_after(cls):
+    """A second pass of the policy over other rows of the same shape, after TRL's loss."""
+
+    class Twice(cls):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+            width = inputs["completion_ids"].shape[1]
+            logps, *_ = self._get_per_token_logps_and_entropies(model, other_words(ids), mask, width)
+            return loss - 0.05 * (logps * inputs["completion_mask"]).sum()
+
+    return Twice
+
+
+def with_second_pass_inside(cls):
+    """The same inside of the pass that TRL's loss calls: its log-probabilities are changed by those of other rows."""
+
+    class Inside(cls):
+        def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
+            values = super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+            others = super()._get_per_token_logps_and_entropies(model, other_words(input_ids), *args, **kwargs)
+            return (values[0] + 0.5 * others[0], *values[1:])
+
+    return Inside
+
+
+CHANGES = [with_term, with_entropy_bonus, with_second_pass_after, with_second_pass_inside]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_subclass_with_a_term_of_its_own_trains_as_stock(tmp_path, change, plan):
+    run = assert_as_stock(tmp_path, change=change, plan=plan)
+    assert run.sharing.status.packs
+
+
+def test_the_start_up_block_names_the_users_method(tmp_path):
+    _, run = trained(OURS, tmp_path, with_term, max_steps=1)
+    (line,) = [line for line in run.startup.block.splitlines() if "WithTerm._compute_loss" in line]
+    assert "may read every token's values" in line
+
+
+def test_who_overrides_nothing_computes_no_token_of_a_completion_without_advantage(tmp_path):
+    _, run = trained(OURS, tmp_path, max_steps=1)
+    assert run.state.log_history[0]["tokens/scored_fraction"] < 0.6
+
+
+@pytest.mark.parametrize("patched", ["instance", "class"])
+def test_a_patched_loss_reads_every_token(tmp_path, monkeypatch, patched):
+    """A tracker's wrapper, put on the object or on TRL's class."""
+    read = []
+
+    def wrapped(method):
+        def compute(*args, **kwargs):
+            values = method(*args, **kwargs)
+            read.append(values[0].detach().ne(0).sum().item())
+            return values
+
+        return compute
+
+    name = "_get_per_token_logps_and_entropies"
+
+    class Patch(TrainerCallback):
+        def __init__(self, run):
+            if patched == "instance":
+                setattr(run, name, wrapped(getattr(run, name)))
+
+    if patched == "class":
+        monkeypatch.setattr(trl.GRPOTrainer, name, wrapped(getattr(trl.GRPOTrainer, name)))
+    assert_as_stock(tmp_path, callback=Patch)
+    assert read[: len(read) // 2] == read[len(read) // 2 :]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "name, value", [("beta", 0.3), ("top_entropy_quantile", 0.5), ("loss_type", "cispo"), ("epsilon_high", 0.01)]
+)
+def test_an_attribute_that_a_callback_sets_counts_from_then_on(tmp_path, name, value, plan):
+    """A KL warm-up, a quantile that is lowered: TRL's loss reads the attribute in each micro-batch."""
+
+    class Set(TrainerCallback):
+        def __init__(self, run):
+            self.run = run
+
+        def on_step_end(self, args, state, control, **_):
+            setattr(self.run, name, value)
+
+    if name == "top_entropy_quantile" and plan != "alone":
+        pytest.skip("the quantile is one of a micro-batch, and rows are shuffled by group here and one by one in TRL")
+    assert_as_stock(tmp_path, callback=Set, plan=plan)
+
+
+def test_an_attribute_that_is_set_between_two_micro_batches_counts_from_then_on(tmp_path):
+    """The plan of the step was made before. Rows of a group are in one micro-batch, and groups are as in stock."""
+
+    class Set(TrainerCallback):
+        def __init__(self, run):
+            self.run = run
+
+        def on_substep_end(self, args, state, control, **_):
+            self.run.top_entropy_quantile = 0.5
+
+        def on_step_end(self, args, state, control, **_):
+            self.run.top_entropy_quantile = 1.0
+
+    updates = []
+    for settings in ({}, {"skip_zero_advantage": False, "tokens_per_pass": 0}):
+        folder = tmp_path / str(len(updates))
+        torch.manual_seed(3)
+        updates.append(trained(OURS, folder, callback=Set, plan="merged", **settings)[0])
+    torch.testing.assert_close(updates[0], updates[1], rtol=1e-3, atol=1e-7)
+
+
+def test_a_teacher_is_scored_by_the_pass(tmp_path):
+    """A model that is neither the policy nor TRL's reference model."""
+
+    def with_teacher(cls):
+        class Distils(cls):
+            def _compute_loss(self, model, inputs):
+                loss = super()._compute_loss(model, inputs)
+                ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+                width = inputs["completion_ids"].shape[1]
+                passes = []
+                for scored in (self.teacher, model):
+                    passes.append(self._get_per_token_logps_and_entropies(scored, ids, mask, width)[0])
+                return loss + 0.05 * ((passes[1] - passes[0].detach()) ** 2 * inputs["completion_mask"]).sum()
+
+        from trl.trainer.utils import add_fused_lm_head
+
+        teacher = tiny.tiny_model(seed=5)
+        add_fused_lm_head(teacher, 1.0)
+        Distils.teacher = teacher
+        return Distils
+
+    assert_as_stock(tmp_path, change=with_teacher)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_the_entropy_is_right_as_soon_as_a_step_has_ended(tmp_path, beta):
+    """A thermostat steers by it. Without a KL term it is the mean over the tokens that were scored."""
+
+    read = []
+
+    class Thermostat(TrainerCallback):
+        def __init__(self, run):
+            self.run = run
+
+        def on_step_end(self, args, state, control, **_):
+            read.append(self.run._metrics["train"]["entropy"][-1])
+
+    _, run = trained(OURS, tmp_path, callback=Thermostat, beta=beta)
+    logged = [row["entropy"] for row in run.state.log_history if "entropy" in row]
+    assert read == pytest.approx(logged, abs=5e-4)  # as rounded for the log
