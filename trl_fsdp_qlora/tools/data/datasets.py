@@ -57,8 +57,12 @@ def has_splits(source: str) -> bool:
     """
     if is_import_path(source) and not reasoning_gym.is_generated(source):
         return _takes_split(load_function(source))
-    path = Path(source)
-    return not path.exists() or (path.is_dir() and not (path / "state.json").is_file())
+    return not _is_one_set(Path(source))
+
+
+def _is_one_set(path: Path) -> bool:
+    """Whether `path` is a file, or a folder that `Dataset.save_to_disk` has written."""
+    return path.is_file() or (path / "state.json").is_file()
 
 
 def _takes_split(function: Callable) -> bool:
@@ -134,7 +138,7 @@ def _check_split(source: str, split: str) -> None:
     `train+test` is what both together are called on the Hub, and all of a file of the same data.
     """
     is_usual = set(split.split("+")) <= {"train", "validation", "test"}
-    if not is_usual and not has_splits(source):
+    if not is_usual and _is_one_set(Path(source)):
         raise DatasetError(
             f"split {split!r}: {source} has no splits, all of its rows are read; leave dataset_split and eval_split "
             "out, and take problems out with held_out"
