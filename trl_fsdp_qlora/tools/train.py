@@ -8,6 +8,7 @@ from trl import ModelConfig
 from .planning.first import plan_first
 from .recipe.arguments import ScriptArguments, parse_recipe
 from .recipe.checks import check_recipe
+from .recipe.measuring import check_prompts, measurement_of
 from .recipe.problems import load_data
 from .recipe.record import check_output_dir
 from .recipe.runner import build_trainer, run_recipe
@@ -31,6 +32,7 @@ def train(
     checked = check_recipe(script, config, model)
     check_output_dir(script, config, model)
     prompts, test = load_data(script)
+    check_prompts(prompts, checked.tokenizer, measurement_of(script, config, checked.code))
     plan_first(script, config, model, prompts, checked)
     trainer = build_trainer(trainer_class, script, config, model, prompts, eval_dataset=test)
     if instead(trainer, script):

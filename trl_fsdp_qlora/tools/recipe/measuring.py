@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
+from jinja2 import TemplateError
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -13,8 +14,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ...compat import trl as trls
 from ...utils.nonfatal import nonfatal
 from ..evaluation.accuracy import Evaluation, evaluate, format_result
+from ..evaluation.drawing import MeasuringTrainer
 from ..evaluation.measurement import Measurement
-from .arguments import ScriptArguments
+from .arguments import ConfigError, ScriptArguments
 from .checks import UserCode, user_code
 from .record import RunRecord
 from .script import say
@@ -38,6 +40,30 @@ def measurement_of(script: ScriptArguments, args: TrainingArguments, code: UserC
         max_tool_turns=settings.get("max_tool_calling_iterations"),
         judge=code.judge,
     )
+
+
+_RENDERED = 64  # prompts that are rendered before a model is loaded
+
+
+def check_prompts(prompts: Dataset, tokenizer: Any, measurement: Measurement) -> None:
+    """Refuse prompts that the chat template cannot render, before a model is loaded.
+
+    Prompts with images need the model's processor, and those of environments a reset, so training renders them first.
+
+    Raises:
+        ConfigError: the message has the row and the template's own reason.
+    """
+    if measurement.agent is not None or "images" in prompts.column_names:
+        return
+    trainer = MeasuringTrainer(tokenizer, measurement)
+    for row in prompts.select(range(min(_RENDERED, len(prompts)))):
+        try:
+            trainer.prompt_ids([row])
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template cannot render the prompt of row {row['row'] + 1}: {error}; its options are "
+                "chat_template_kwargs"
+            ) from error
 
 
 def can_measure(trainer: Any) -> bool:
