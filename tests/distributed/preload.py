@@ -23,7 +23,7 @@ for name in (
     "trl.trainer.grpo_trainer",
     "trl.trainer.sft_trainer",
     "trl_fsdp_qlora.trainers.a_star_po.trainer",
-    "trl_fsdp_qlora.tools.planning.passes",
+    "trl_fsdp_qlora.tools.planning.fake_run",
     "trl_fsdp_qlora.tools.recipe.runner",
     "trl_fsdp_qlora.tools.recipe.script",
     "trl_fsdp_qlora.trainers.t_spmo.trainer",

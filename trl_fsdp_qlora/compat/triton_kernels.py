@@ -10,6 +10,8 @@ import logging
 import torch
 from transformers.utils import is_triton_available
 
+from .fake_tensors import device_type, is_fake
+
 AVAILABLE = is_triton_available()
 if AVAILABLE:
     try:
@@ -44,8 +46,10 @@ def jit(function):
 
 def runs(kernel, x: torch.Tensor) -> bool:
     """Whether `kernel` may be tried on numbers like those of `x`; without Triton one line is logged."""
-    if x.device.type != "cuda" or x.dtype == torch.float64 or kernel.__name__ in _refused:
+    if device_type(x) != "cuda" or x.dtype == torch.float64 or kernel.__name__ in _refused:
         return False
+    if is_fake(x):  # a plan is for torch's CUDA build, which contains Triton
+        return True
     if not AVAILABLE:
         line = "torch operations run in place of this package's kernels"
         log_fallback("Triton is not installed, or too old", line)
@@ -61,8 +65,10 @@ def launch(kernel, programs: int, *args, **constants) -> bool:
     """Launch `kernel`; return `False` if Triton could not compile it (an old card or driver, no C compiler).
 
     In that case nothing is written, the kernel is not tried again, and one line is logged, also if the same error
-    stops several kernels.
+    stops several kernels. For fake tensors nothing is launched: a kernel of ours allocates nothing.
     """
+    if any(isinstance(x, torch.Tensor) and is_fake(x) for x in args):
+        return True
     try:
         kernel[(programs,)](*args, **constants)
     except torch.OutOfMemoryError:

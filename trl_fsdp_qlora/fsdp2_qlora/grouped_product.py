@@ -44,6 +44,22 @@ _PACKED_TILE = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}
 _DEQUANTIZED = 2048
 
 
+def fake_dense(x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Allocate what a product of all packed experts needs of their weights, on fake tensors: the form of a plan.
+
+    As many experts as fit into the scratch memory are dense at once, next to a copy of their bytes (`experts.py:
+    _multiply`). Returns the dense weight of one expert, of `shape`.
+    """
+    weights = shape[0] * shape[1]
+    in_a_byte = 2 if packed.dtype == torch.uint8 else 1
+    experts = in_a_byte * packed.numel() // weights
+    at_once = max(1, min(experts, SCRATCH_BYTES // (weights * x.dtype.itemsize)))
+    copied_bytes = packed.new_empty(at_once * weights // in_a_byte)
+    dense = x.new_empty(at_once, *shape)
+    del copied_bytes
+    return dense[0]
+
+
 def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
     """Whether torch computes a grouped product of rows like these as one product per group.
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
 
 from ..compat.deepspeed import is_zero3
+from ..compat.fake_tensors import without_repetition
 from ..compat.peft import looks_beyond_tokens
 from ..utils.random_state import RandomState
 from .kinds import kind_of
@@ -266,7 +267,7 @@ class _Call:
     def _in_tiles(self, function: Callable, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         out = None
         with torch.no_grad(), self._autocast():
-            for tile in self.tiles:
+            for tile in without_repetition(self.tiles, inputs[0]):
                 of_tile = function(*(self._cut(x, tile).contiguous() for x in inputs))
                 if out is None:
                     shape = list(of_tile.shape)
@@ -283,7 +284,7 @@ class _Call:
         wanted_weights = [i for i, needed in enumerate(needs[len(inputs) :]) if needed]
         replayed = nullcontext() if self.random_state is None else self.random_state.again()
         with replayed, torch.enable_grad(), self._autocast():
-            for tile in self.tiles:
+            for tile in without_repetition(self.tiles, inputs[0]):
                 parts = [self._cut(x, tile).detach().contiguous() for x in inputs]
                 wanted = [x.requires_grad_() for x, needed in zip(parts, needs_inputs, strict=True) if needed]
                 wanted += [self.weights[i] for i in wanted_weights]

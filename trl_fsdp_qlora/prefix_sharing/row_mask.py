@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..compat.fake_tensors import real_tensors
 from .row import PackedRow
 
 
@@ -67,15 +68,16 @@ def masks_of(packed_row: PackedRow, mask_names: frozenset[str], is_recurrent: bo
         mask_names, is_recurrent: see [`facts.ModelFacts`].
     """
     device = packed_row.input_ids.device
-    mask = with_row(no_mask(device), packed_row)
-    if not is_recurrent:
-        return mask
-    if mask_names:
-        # A model with both kinds of layers takes a finished mask for each kind, as `generate` prepares them.
-        return dict.fromkeys(mask_names, mask)
-    # A model with recurrent layers alone may drop a mask of four dimensions, and a mask of ones. The host would wait
-    # for its look for ones if the mask were on a device.
-    return with_row(torch.zeros(1, packed_row.tokens, dtype=torch.bool), packed_row)
+    with real_tensors():  # a fake tensor cannot be a `RowMask`
+        mask = with_row(no_mask(device), packed_row)
+        if not is_recurrent:
+            return mask
+        if mask_names:
+            # A model with both kinds of layers takes a finished mask for each kind, as `generate` prepares them.
+            return dict.fromkeys(mask_names, mask)
+        # A model with recurrent layers alone may drop a mask of four dimensions, and a mask of ones. The host would
+        # wait for its look for ones if the mask were on a device.
+        return with_row(torch.zeros(1, packed_row.tokens, dtype=torch.bool), packed_row)
 
 
 @torch.compiler.disable

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..compat.fake_tensors import device_type as device_of_plan
+from ..compat.fake_tensors import is_fake, without_repetition
 from ..compat.older_gpus import refuses_wide_sum
 from ..compat.triton_kernels import jit, launch, runs, tl
 from . import cpu_linear as cpu_linear
@@ -63,7 +65,7 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         compute_dtype = hidden_NH.dtype
         if torch.is_autocast_enabled(device_type):
             compute_dtype = torch.get_autocast_dtype(device_type)
-        token_tile = TOKEN_TILE if device_type == "cpu" else TOKEN_TILE_GPU
+        token_tile = TOKEN_TILE if device_of_plan(hidden_NH) == "cpu" else TOKEN_TILE_GPU
         tokens = len(hidden_NH)
         log_probs_N = hidden_NH.new_empty(tokens, dtype=_accumulator_dtype(compute_dtype))
         # The Jacobian is kept in the sums' precision. If it were rounded to bf16 here, and the product with it again
@@ -72,7 +74,7 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         entropy_N = torch.empty_like(log_probs_N)
         scales = _Scales(temperature, softcap, logit_scale)
         with torch.autocast(device_type, enabled=False):
-            for start in range(0, tokens, token_tile):
+            for start in without_repetition(range(0, tokens, token_tile), hidden_NH):
                 tile = slice(start, start + token_tile)
                 hidden_TH = hidden_NH[tile].to(compute_dtype)
                 jacobian_TH = None if jacobian_NH is None else jacobian_NH[tile]
@@ -115,6 +117,8 @@ def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Ten
     """`sum = beta * sum + left @ right` in the precision of `sum`: a product is never rounded to a half type."""
     dtype = right_KN.dtype
     is_half = dtype in (torch.float16, torch.bfloat16)
+    if is_fake(sum_MN) and is_half and device_of_plan(sum_MN) == "cuda":
+        return  # the product below, which allocates nothing
     if sum_MN.is_cuda and is_half and not refuses_wide_sum(sum_MN.device, dtype):
         torch.addmm(sum_MN, left_MK.to(dtype), right_KN, beta=beta, out_dtype=torch.float32, out=sum_MN)
     elif not cpu_linear.add_product(sum_MN, left_MK, right_KN, beta):
@@ -165,7 +169,7 @@ def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, scales: _S
     device = hidden_TH.device
     vocabulary = len(weight_VH)
     keep_jacobian = jacobian_TH is not None
-    largest_chunk = VOCABULARY_CHUNK if device.type == "cpu" else VOCABULARY_CHUNK_GPU
+    largest_chunk = VOCABULARY_CHUNK if device_of_plan(hidden_TH) == "cpu" else VOCABULARY_CHUNK_GPU
     chunk = min(largest_chunk, vocabulary)
     in_kernel = runs(_fold_kernel, hidden_TH)
     # The product would round the weights to its operands' precision; the kernel writes them in that precision.
@@ -176,7 +180,7 @@ def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, scales: _S
     if keep_jacobian:
         jacobian_TH.zero_()  # holds the sum of e·W until the last chunk was read
 
-    for start in range(0, vocabulary, chunk):
+    for start in without_repetition(range(0, vocabulary, chunk), hidden_TH):
         weight_CH = weight_VH[start : start + chunk].to(compute_dtype)
         width = len(weight_CH)
         numbers = tokens * width
@@ -238,7 +242,7 @@ def _fold(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian: bool, scales: _Scale
     sums.rescale_T1 = None
     # On a CPU the comparison costs nothing and saves rescaling the sums; on a GPU the host would wait for its result.
     is_due = True
-    if z_TC.device.type == "cpu":
+    if z_TC.device.type == "cpu" and not is_fake(z_TC):
         exceeds_T1 = maximum_T1 > sums.reference_T1 + REFERENCE_SLACK
         is_due = bool(exceeds_T1.any())
     if is_due:

@@ -13,6 +13,9 @@ from transformers.utils import is_triton_available
 
 from ..compat import trl as trls
 from ..compat.deepspeed import gathered_by_zero3
+from ..compat.fake_forms import HeadOnGpu
+from ..compat.fake_tensors import device_type as device_of_plan
+from ..compat.fake_tensors import is_fake
 from ..compat.trl import FusedHead
 
 VOCABULARY_TILE = 8192
@@ -90,17 +93,20 @@ def score_positions(
     trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
     chosen = choose_head_kernel(
         kernel,
-        device_type,
+        device_of_plan(hidden_NH),
         dtype,
         trained=trained,
         entropy_gradient=entropy_gradient and "entropy" in wanted,
         gathered=gathered,
+        triton=True if is_fake(hidden_NH) else None,  # a plan is for torch's CUDA build, which contains it
     )
     only_trls = {"log_sum_sq_probs", "is_top1"}
     if softcap is not None:
         only_trls.add("mean_logits")
     if chosen == "trl" or only_trls & set(wanted):
-        return trls.ChunkedLogProbFunction.apply(*inputs, VOCABULARY_TILE, softcap, logit_scale, wanted)
+        head_on_gpu = is_fake(hidden_NH) and device_of_plan(hidden_NH) == "cuda"
+        head = HeadOnGpu if head_on_gpu else trls.ChunkedLogProbFunction
+        return head.apply(*inputs, VOCABULARY_TILE, softcap, logit_scale, wanted)
     from .frozen_head import FrozenHeadLogProbFunction
 
     keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad

@@ -33,8 +33,9 @@ def train(
     check_output_dir(script, config, model)
     prompts, test = load_data(script)
     check_prompts(prompts, checked.tokenizer, measurement_of(script, config, checked.code))
-    plan_first(script, config, model, prompts, checked)
+    plan = plan_first(script, config, model, prompts, checked)
     trainer = build_trainer(trainer_class, script, config, model, prompts, eval_dataset=test)
+    trainer.clock.planned = 0 if plan is None else plan.measurable_peak
     if instead(trainer, script):
         return
     run_recipe(trainer, script, test, config.resume_from_checkpoint, model)

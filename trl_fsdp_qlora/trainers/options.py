@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from ..utils import redaction
 from .config_fields import SWITCHES, option, spelled
 from .experimental_fields import experiment
 from .reporting.phases import MODES as CLOCKS
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 @dataclass(repr=False)
@@ -86,7 +89,7 @@ class EfficientConfig:
                 setattr(self, name, value.item())
 
     @classmethod
-    def complete(cls, args: Any) -> Any:
+    def complete(cls, args: "TrainingArguments") -> Any:
         """A copy of `args` with defaults for the fields of this class that it lacks, so a plain TRL config works."""
         if args is None or isinstance(args, cls):
             return args

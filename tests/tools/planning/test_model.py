@@ -9,19 +9,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.tools.planning.models import config, folder, in_4_bits, settings
 from trl_fsdp_qlora.tools.planning import model
+from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
+from trl_fsdp_qlora.tools.planning.gathered import Gathered, gathered_by, gathered_bytes
 from trl_fsdp_qlora.tools.planning.hardware import Hardware
 from trl_fsdp_qlora.tools.planning.launches import Launch
-from trl_fsdp_qlora.tools.planning.passes import FakeRun
-from trl_fsdp_qlora.tools.planning.plan import (
-    ACTIVATIONS,
-    CACHE,
-    GATHERED,
-    ROOM,
-    TOKEN_STEP,
-    format_plan,
-    gathered_bytes,
-    make_plan,
-)
+from trl_fsdp_qlora.tools.planning.plan import ACTIVATIONS, CACHE, GATHERED, ROOM, TOKEN_STEP, make_plan
+from trl_fsdp_qlora.tools.planning.table import format_plan
 from trl_fsdp_qlora.tools.recipe.checks import lora_config, read_config
 
 CARD = Hardware("a card", 24 * 2**30, 1)
@@ -203,12 +196,16 @@ def test_units_that_stay_gathered_count_whole_until_the_backward(tmp_path):
 def test_what_is_spread_over_the_ranks(tmp_path):
     folder(tmp_path)
     one = planned(settings(tmp_path))
-    for kind, spread in {"fsdp2": one.keys(), "ddp": set()}.items():
+    of_stages = {"zero3": one.keys(), "zero2": {model.GRADIENTS, model.OPTIMIZER}, "zero1": {model.OPTIMIZER}}
+    for kind, spread in {"fsdp1": one.keys(), "fsdp2": one.keys(), **of_stages, "ddp": set()}.items():
+        spread = spread - {model.BUCKETS}
         whole = planned(settings(tmp_path, Launch(kind, 1)))
         held = planned(settings(tmp_path, Launch(kind, 4)))
         assert {name for name in held if whole[name] and held[name] < whole[name]} == {n for n in spread if whole[n]}
         assert all(held[name] == -(-whole[name] // 4) for name in spread)
     assert planned(settings(tmp_path, Launch("ddp", 2)))[model.BUCKETS] == one[model.TRAINED]
+    two_copies = planned(settings(tmp_path, Launch("fsdp2", 4, replicas=2)))
+    assert two_copies[model.BASE] == -(-one[model.BASE] // 2)
     assert one[model.BUCKETS] == 0
 
 
@@ -222,7 +219,7 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
     root = whole - len(layers) * layer
     assert gathered_bytes(FakeRun(run, config(), False)) == (root + 4 * layer, whole)
     assert gathered_bytes(FakeRun(run, config(), True)) == (root + 3 * layer, whole)
-    assert gathered_bytes(FakeRun(settings(tmp_path), config(), True)) == (0, 0)
+    assert gathered_by(FakeRun(settings(tmp_path), config(), True), 2**40) == Gathered(0, 0)
     for gather, there in (("once", whole), ("per_layer", root + 3 * layer)):
         values = run.values | {"fsdp_gather": gather, "beta": 0.1}
         phases = make_plan(replace(run, values=values), Hardware("a card", 2**40, 2)).phases

@@ -14,16 +14,19 @@ from peft import LoraConfig, get_peft_model
 from tests.benchmark_modules import benchmark
 from tests.prefix_sharing.helpers import closed
 from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, settings
+from trl_fsdp_qlora.compat.fake_forms import _attention, drop_as_on_a_gpu
+from trl_fsdp_qlora.compat.fake_tensors import DeviceMode
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.engines.decode.decoding import _Batch
+from trl_fsdp_qlora.long_rows import tiles
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import Plan
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
 from trl_fsdp_qlora.scoring import logprobs
-from trl_fsdp_qlora.tools.planning import fake_ops, passes, steps
-from trl_fsdp_qlora.tools.planning.generation import cache_bytes
+from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
 from trl_fsdp_qlora.tools.planning.launches import Launch
-from trl_fsdp_qlora.tools.planning.passes import FakeRun
+from trl_fsdp_qlora.tools.planning.rollout import cache_bytes
 from trl_fsdp_qlora.tools.recipe.checks import lora_config
 from trl_fsdp_qlora.trainers.step.step_scores import StepScores
 
@@ -76,12 +79,15 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
         out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         if grad:
             out.log_probs.sum().backward()
-    assert not packed or sharing.figures.tokens == passes.loss_shape(run, True, False).length
     return tracker.peak - before
 
 
 def planned(run, packed: bool, grad: bool = True) -> int:
-    return FakeRun(run, config(), False).measure(passes.loss_shape(run, packed, False), grad)
+    fake = FakeRun(run, config(), False)
+    rows = run.per_device_train_batch_size
+    if packed:
+        return fake.step_bytes(rows, 1, grad)
+    return fake.padded_bytes(fake._padded(rows, run.prompt_tokens, run.max_completion_length), grad)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +166,11 @@ def test_a_step_whose_passes_share_a_prompt_peaks_where_it_was_planned(tmp_path,
     """Micro-batches of a row, joined ones, and ones that are cut."""
     changes = {"prompt_tokens": 200, "gradient_accumulation_steps": 1, **fields}
     run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, **changes)
-    longest = steps.longest_pass(run)
-    peak, grpo = measured_step(run, built(run))
-    assert longest.trunk and longest.is_cut == (grpo.passes_per_batch > 1)
-    assert steps.pass_bytes(FakeRun(run, config(), False), longest) == pytest.approx(peak, rel=NEAR)
+    peak, plan = measured_step(run, built(run))
+    assert plan.is_shared
+    batches = run.gradient_accumulation_steps
+    planned_peak = FakeRun(run, config(), False).step_bytes(run.per_device_train_batch_size, batches)
+    assert planned_peak == pytest.approx(peak, rel=NEAR)
 
 
 def test_bytes_are_those_of_storages_that_live():
@@ -211,10 +218,9 @@ def test_every_layer_adds_what_another_of_its_kind_added(of, tmp_path):
     """The model of five layers by slope, and run whole."""
     of().save_pretrained(tmp_path)
     run = settings(tmp_path)
-    shape = passes.loss_shape(run, True, False)
     fake = FakeRun(run, of(), False)
-    peak, kept = fake._run(list(range(LAYERS)), shape, True)
-    assert fake.measure(shape, True) == pytest.approx(peak, rel=0.01) and kept > 0
+    rows = run.per_device_train_batch_size
+    assert fake.step_bytes(rows, 1) == pytest.approx(max(fake._run_step(range(LAYERS), rows, 1, True)), rel=0.01)
 
 
 TRL_TILE = 320 * 8192 * 4
@@ -223,17 +229,55 @@ FROZEN = 320 * 128 * 4 + 2 * 320 * 512 * 4 + 320 * 128 * 4
 
 
 @pytest.mark.parametrize(
-    "kernel, launch, expected", [("auto", "single", TRL_TILE), ("auto", "fsdp2", FROZEN), ("frozen", "single", FROZEN)]
+    "kernel, gathered, expected", [("auto", False, TRL_TILE), ("auto", True, FROZEN), ("frozen", False, FROZEN)]
 )
-def test_a_plan_for_a_gpu_counts_the_kernel_that_scores_there(tmp_path, kernel, launch, expected):
-    fake = FakeRun(settings(folder(tmp_path), Launch(launch), lm_head_kernel=kernel), config(), True)
-    with FakeTensorMode():
+def test_a_plan_for_a_gpu_counts_the_kernel_that_scores_there(kernel, gathered, expected, monkeypatch):
+    monkeypatch.setattr(logprobs, "VOCABULARY_TILE", 8192)
+    with DeviceMode("cuda"):
         hidden = torch.empty(320, 128, requires_grad=True)
         weight = torch.empty(512, 128)
+        targets = torch.zeros(320, dtype=torch.long)
         with PeakTracker(hidden, weight) as tracker:
             before = tracker.now
-            fake.score(hidden, weight, True)
-            assert tracker.peak - before == pytest.approx(expected, rel=0.01)  # and a few numbers per token
+            logprobs.score_positions(hidden, weight, None, targets, kernel=kernel, gathered=gathered)
+            assert tracker.peak - before == pytest.approx(expected, rel=0.02)  # and a few numbers per token
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fake_form_of_the_frozen_head_takes_its_bytes(dtype):
+    """Compared with the same call on real tensors."""
+
+    def peak() -> int:
+        hidden = torch.empty(3000, 64, dtype=dtype, requires_grad=True)
+        weight = torch.empty(5000, 64, dtype=dtype)
+        with PeakTracker(hidden, weight) as tracker:
+            before = tracker.now
+            targets = torch.zeros(3000, dtype=torch.long)
+            logprobs.score_positions(hidden, weight, None, targets, kernel="frozen")[0].sum().backward()
+            return tracker.peak - before
+
+    on_real_tensors = peak()
+    with DeviceMode("cpu"):
+        assert peak() == pytest.approx(on_real_tensors, rel=0.02)
+
+
+def test_the_fake_form_of_tiles_takes_their_bytes():
+    """Compared with the same MLP on real tensors."""
+    widths = (1000, 64, 256)
+
+    def peak() -> int:
+        mlp = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.SiLU(), torch.nn.Linear(256, 64))
+        mlp.token_tiles = tiles.Tiled("MLP", mlp.forward, None, 50)
+        hidden = torch.empty(1, 1000, 64, requires_grad=True)
+        with PeakTracker(hidden, *mlp.parameters()) as tracker:
+            before = tracker.now
+            tiles._forward(mlp, hidden).sum().backward()
+            return tracker.peak - before
+
+    on_real_tensors = peak()
+    assert on_real_tensors < 1000 * sum(widths) * 4
+    with DeviceMode("cpu"):
+        assert peak() == pytest.approx(on_real_tensors, rel=0.02)
 
 
 @pytest.mark.parametrize("of", [config, hybrid])
@@ -288,29 +332,36 @@ def saved_bytes(run, model=None) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in weights)
 
 
-def test_on_a_gpu_attention_keeps_no_repeated_keys_and_dropout_a_mask_of_bytes():
+def test_attention_of_stock_keeps_repeated_keys_and_dropout_on_a_gpu_a_mask_of_bytes():
     heads, key_heads, tokens, size = 8, 2, 64, 16
-    packed_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
-    def kept(mask, dtype=torch.bfloat16, value_size=size, **how):
-        query, key = (torch.randn(1, n, tokens, size, dtype=dtype, requires_grad=True) for n in (heads, key_heads))
-        value = torch.randn(1, key_heads, tokens, value_size, dtype=dtype, requires_grad=True)
-        return saved_bytes(lambda: fake_ops._attention(torch.nn.Module(), query, key, value, mask, **how))
+    def kept(mask, value_size=size):
+        query, key = (torch.randn(1, n, tokens, size, dtype=torch.bfloat16) for n in (heads, key_heads))
+        value = torch.randn(1, key_heads, tokens, value_size, dtype=torch.bfloat16)
+        inputs = [x.requires_grad_() for x in (query, key, value)]
+        return saved_bytes(lambda: _attention(torch.nn.Module(), *inputs, mask))
 
     token = 2 * tokens * size
     lse = 4 * heads * tokens
-    assert kept(packed_mask, on_gpu=True) == token * (2 * heads + 2 * key_heads) + lse
-    # As in stock, and for layers that `cascade` does not compute.
-    repeated = token * 4 * heads + lse
-    assert kept(packed_mask.expand(1, 1, tokens, tokens), on_gpu=True) == repeated
-    assert kept(packed_mask, on_gpu=True, softcap=2.0) == kept(packed_mask) == repeated
-    assert kept(packed_mask, torch.float32, on_gpu=True) == 2 * token * 4 * heads + lse
-    assert kept(packed_mask, value_size=size // 2, on_gpu=True) == token * 3 * heads + lse
-
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
+    assert kept(None) == token * (2 * heads + 2 * key_heads) + lse
+    assert kept(mask) == token * 4 * heads + lse
+    assert kept(mask, value_size=size // 2) == token * 3 * heads + lse
     query = torch.randn(1, heads, tokens, size, requires_grad=True)
     dropout = torch.nn.Sequential(torch.nn.Dropout(0.5))
-    fake_ops.run_as_on_a_gpu(dropout)
+    drop_as_on_a_gpu(dropout)
     assert saved_bytes(lambda: dropout(query)) == query.numel()
+
+
+def test_packed_rows_in_half_precision_are_planned_on_a_gpu_by_cascade(tmp_path):
+    """A row in float32 is refused by `cascade` there."""
+    one_layer = config(num_hidden_layers=1)
+    fields = {"bf16": True, "dtype": "bfloat16"}
+    auto = settings(folder(tmp_path, num_hidden_layers=1), **fields)
+    named = settings(tmp_path, prefix_sharing="cascade", **fields)
+    assert FakeRun(named, one_layer, True).step_bytes(8, 1) == FakeRun(auto, one_layer, True).step_bytes(8, 1)
+    with pytest.raises(CannotPack, match="half precision"):
+        FakeRun(settings(tmp_path, prefix_sharing="cascade"), one_layer, True).step_bytes(8, 1)
 
 
 def test_what_lora_keeps_of_a_layer_whose_projections_share_their_input():

@@ -1,5 +1,6 @@
 """What a plan puts together, and the command."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,17 +8,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.tools.planning.models import folder, settings, words
-from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora import EfficientDPOConfig, EfficientGRPOConfig
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.cli.plan import plan as command
 from trl_fsdp_qlora.tools.cli.scripts import refuse_typos
-from trl_fsdp_qlora.tools.planning import largest, passes
+from trl_fsdp_qlora.tools.planning import fitting, largest
 from trl_fsdp_qlora.tools.planning import plan as module
-from trl_fsdp_qlora.tools.planning.generation import choices
+from trl_fsdp_qlora.tools.planning.fake_run import FakeRun, Padded
 from trl_fsdp_qlora.tools.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
 from trl_fsdp_qlora.tools.planning.launches import Launch
-from trl_fsdp_qlora.tools.planning.passes import FakeRun
 from trl_fsdp_qlora.tools.planning.plan import changed, make_plan, plan_recipe
+from trl_fsdp_qlora.tools.planning.rollout import choices
+from trl_fsdp_qlora.tools.planning.table import format_plan
+from trl_fsdp_qlora.tools.recipe.pairs import DPOScriptArguments
 
 CPU = Hardware("a host", 2**40, 1, gpu=False)
 CARD = Hardware("a card", 2**40, 1)
@@ -28,7 +31,7 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     """Long prompts, short completions: generation needs most before its first token."""
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=1, compact_generation=False)
     plan = make_plan(run, hardware=CPU)
-    prefill = FakeRun(run, plan.config, False).measure(passes.Shape(8, 256, 0, False))
+    prefill = FakeRun(run, plan.config, False).padded_bytes(Padded(8, 256, 0), grad=False)
     prompts = 8 * 256 * 5 * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, heads, their size, bytes
     coming = sum(
         plan.phases["generate"].get(part, 0) for part in (module.ACTIVATIONS, module.CACHE, module.TOKEN_STEP)
@@ -55,7 +58,7 @@ def test_a_base_that_vllm_shares_counts_once(tmp_path):
     assert module.ENGINE not in asleep.phases["optimizer"]
     # With a share of less than its base an engine cannot start, and the line to change is sharing.
     tight = make_plan(run, hardware=replace(CARD, memory=int(2 * 1.9 * weights)), config=plan.config)
-    assert not tight.engine.starts and not tight.fits and "it cannot start" in module.format_plan(tight)
+    assert not tight.engine.starts and not tight.fits and "it cannot start" in format_plan(tight)
     assert changed(tight, vllm_share_base="on").engine.starts
     dense = settings(folder(tmp_path), launch=Launch(), **changes | {"load_in_4bit": False})
     shared = {
@@ -107,11 +110,9 @@ def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=4, **fields)
     plan = make_plan(run, hardware=CPU)
     rows = run.per_device_train_batch_size
-    width = 260
-    shape = passes.Shape(1, 256 * run.groups + 4 * rows, 4 * rows, True)
     fake = FakeRun(run, plan.config, False)
-    first_step = fake.measure(shape, True)
-    compared = fake.measure(passes.Shape(1, width, 259, False), True)
+    first_step = fake.step_bytes(rows, 1)
+    compared = fake.padded_bytes(Padded(1, 260, 259), grad=True)
     assert plan.phases["forward_backward"][module.ACTIVATIONS] == compared > first_step
 
 
@@ -127,7 +128,7 @@ def test_a_70b_from_its_config(tmp_path):
     assert base["base, 4-bit weights"] == pytest.approx(31.88 * GIB / 2, rel=0.002)
     assert base["base, quantization state"] == pytest.approx(1.01 * GIB / 2, rel=0.02)
     assert plan.parameters == (pytest.approx(70.55e9, rel=0.001), pytest.approx(104e6, rel=0.01))
-    assert not plan.fits and "it does not fit" in module.format_plan(plan) and replace(plan, capacity=141 * GIB).fits
+    assert not plan.fits and "it does not fit" in format_plan(plan) and replace(plan, capacity=141 * GIB).fits
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,11 @@ def test_the_exit_status_says_whether_it_fits(tiny, monkeypatch, capsys):
     line = words(tiny, per_device_train_batch_size=16, max_completion_length=64)
     needed = plan_recipe(line, EfficientGRPOConfig, hardware="24GB").peak
     monkeypatch.setattr(largest, "most_that_fits", lambda plan_of, most, start=1: 1)
+    assert command([*line, "--hardware", "24GB", "--json", "--solve"]) == 0
+    printed = capsys.readouterr().out  # DeepSpeed, which other tests imported, may have a line before
+    as_json = json.loads(printed[printed.index("{\n") :])
+    assert as_json["fits"] and as_json["peak"] == needed and as_json["largest"]["num_generations"] == 4
+    assert sum(as_json["phases"][as_json["limiting"]].values()) == needed
     assert command([*line, "--hardware", "24GB", "--solve"]) == 0
     fits = capsys.readouterr().out
     assert "largest that fits: num_generations: 4\nlargest that fits: max_completion_length: 16\n" in fits
@@ -158,6 +164,42 @@ def test_the_exit_status_says_whether_it_fits(tiny, monkeypatch, capsys):
         assert ("the 512 positions of the model; at most 399" in capsys.readouterr().out) == warns
     command([*words(tiny, max_completion_length=400), "--hardware", "24GB", "--prompt_tokens", "512"])
     assert "the 512 positions of the model; the prompts alone fill them" in capsys.readouterr().out
+
+
+def test_the_lines_with_which_a_run_fits_were_planned_themselves(tmp_path):
+    fields = {"per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 8}
+    base = folder(tmp_path, num_hidden_layers=2, vocab_size=65536)
+    run = settings(base, Launch(), max_completion_length=32, **fields)
+    plan = make_plan(run, hardware=CARD)
+    assert plan.limiting == "generate" and fitting.lines_that_fit(plan) == {}
+    two_batches = changed(plan, steps_per_generation=2)
+    tight = make_plan(run, hardware=replace(CARD, memory=two_batches.peak))
+    lines = fitting.lines_that_fit(tight)
+    assert not tight.fits and changed(tight, **lines).fits
+    assert lines == {"steps_per_generation": 2} and fitting.as_words(lines) == "--steps_per_generation 2"
+    assert fitting.lines_that_fit(make_plan(run, hardware=replace(CARD, memory=2**20))) == {}
+    short = make_plan(settings(folder(tmp_path / "narrow", num_hidden_layers=2), Launch(), **fields), hardware=CARD)
+    assert short.limiting == "forward_backward"
+    tight = make_plan(short.settings, hardware=replace(CARD, memory=short.peak - 2**20))
+    lines = fitting.lines_that_fit(tight)
+    assert "gradient_checkpointing" in lines and changed(tight, **lines).fits
+
+
+def test_a_plan_of_dpo_computes_the_prompt_of_a_pair_once(tmp_path):
+    line = [*words(folder(tmp_path, num_hidden_layers=2)), "--max_length", "96"]
+    dropped = ("--num_generations", "--max_completion_length")
+    line = [word for i, word in enumerate(line) if word not in dropped and (i == 0 or line[i - 1] not in dropped)]
+    plan = plan_recipe(line, EfficientDPOConfig, None, "24GB", prompt_tokens=56, script=DPOScriptArguments)
+    assert list(plan.phases) == ["forward_backward", "optimizer"]
+    assert (plan.settings.rows, plan.settings.completion_tokens) == (16, 40)
+    fields = {"per_device_train_batch_size": 16, "num_generations": 2, "max_completion_length": 40}
+    fields["disable_dropout"] = True  # DPO's default
+    of_groups = make_plan(settings(tmp_path, Launch(), prompt_tokens=56, **fields), plan.hardware)
+    same = (x.phases["forward_backward"][module.ACTIVATIONS] for x in (plan, of_groups))
+    assert len(set(same)) == 1
+    padded = changed(plan, prefix_sharing="off")
+    assert padded.phases["forward_backward"][module.ACTIVATIONS] > plan.phases["forward_backward"][module.ACTIVATIONS]
+    assert "score" in changed(plan, precompute_ref_log_probs=True).phases
 
 
 def test_a_recipe_with_a_teacher_is_refused_in_one_line():

@@ -1,5 +1,6 @@
 """What a plan reads of a recipe, of a parsed config and of accelerate's files."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,28 +11,35 @@ from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.planning.hardware import GIB, Hardware
 from trl_fsdp_qlora.tools.planning.launches import Launch, read_launch
-from trl_fsdp_qlora.tools.planning.model import BASE, OPTIMIZER, TRAINED
-from trl_fsdp_qlora.tools.planning.plan import format_plan, make_plan, plan_recipe
+from trl_fsdp_qlora.tools.planning.model import BASE, BUCKETS, OPTIMIZER, TRAINED
+from trl_fsdp_qlora.tools.planning.plan import GATHERED, make_plan, plan_recipe
 from trl_fsdp_qlora.tools.planning.settings import from_config, from_words
+from trl_fsdp_qlora.tools.planning.table import format_plan
 
 FSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
 
 
+ZERO_3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "train_batch_size": "auto"}
+
+
 def launch_of(tmp_path, text: str) -> Launch:
+    (tmp_path / "zero.json").write_text(json.dumps(ZERO_3))
     path = tmp_path / "launch.yaml"
-    path.write_text(text)
+    path.write_text(text.replace("FOLDER", str(tmp_path)))
     return read_launch(str(path))
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "offload"),
     [
-        ("distributed_type: MULTI_GPU", "ddp", False),
-        (f"{FSDP}, fsdp_version: 2}}", "fsdp2", False),
-        (f"{FSDP}}}", "fsdp1", False),
-        (f"{FSDP}, fsdp_version: 2, fsdp_offload_params: true}}", "fsdp2", True),
-        (f"{FSDP}, fsdp_version: 2, fsdp_offload_params: 'false'}}", "fsdp2", False),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", "deepspeed", False),
+        ("distributed_type: MULTI_GPU", "ddp", ""),
+        (f"{FSDP}, fsdp_version: 2}}", "fsdp2", ""),
+        (f"{FSDP}}}", "fsdp1", ""),
+        (f"{FSDP}, fsdp_version: 2, fsdp_offload_params: true}}", "fsdp2", "all"),
+        (f"{FSDP}, fsdp_version: 2, fsdp_offload_params: 'false'}}", "fsdp2", ""),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", "zero1", ""),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {offload_optimizer_device: cpu}", "zero2", "optimizer"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: FOLDER/zero.json}", "zero3", "all"),
     ],
 )
 def test_a_launch_is_read_as_accelerate_reads_it(tmp_path, text, kind, offload):
@@ -104,21 +112,37 @@ def test_machines_share_the_ranks_of_a_launch(tmp_path):
     )
 
 
-def test_a_run_with_deepspeed_is_refused_in_one_line(tmp_path):
+def test_a_recipes_own_deepspeed_file_is_read(tmp_path):
+    (tmp_path / "zero.json").write_text(json.dumps(ZERO_3))
     line = [*words(folder(tmp_path / "base")), "--deepspeed", str(tmp_path / "zero.json")]
-    with pytest.raises(UserError, match="with DeepSpeed is not planned"):
-        make_plan(from_words(line, EfficientGRPOConfig, Launch("ddp", 2)))
-    with pytest.raises(UserError, match="with DeepSpeed is not planned"):
-        plan_recipe(line[:-2], EfficientGRPOConfig, "zero2")
+    launch = from_words(line, EfficientGRPOConfig, Launch("ddp", 2)).launch
+    assert (launch.kind, launch.processes, launch.offload) == ("zero3", 2, "all")
+    with pytest.raises(UserError, match=r"deepspeed: none.json: there is no such file"):
+        from_words([*line[:-1], "none.json"], EfficientGRPOConfig, Launch())
+
+
+@pytest.mark.parametrize(("bucket", "elements"), [({}, 500_000_000), ({"reduce_bucket_size": "auto"}, 128 * 128)])
+def test_the_bucket_of_deepspeed_is_counted_at_its_size(tmp_path, bucket, elements):
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2, **bucket}}))
+    line = [*words(folder(tmp_path / "base", num_hidden_layers=1)), "--deepspeed", str(tmp_path / "zero.json")]
+    plan = make_plan(from_words(line, EfficientGRPOConfig, Launch("ddp", 2)), Hardware("a card", 24 * GIB))
+    assert plan.phases["forward_backward"][BUCKETS] == 4 * elements
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "multi_node_zero2"])
+def test_the_launches_of_deepspeed_in_this_package_are_planned(tmp_path, name):
+    plan = plan_recipe(words(folder(tmp_path, num_hidden_layers=1)), EfficientGRPOConfig, name, "24GB x8")
+    assert plan.fits and plan.settings.launch.kind == name[-5:]
+    assert (GATHERED in plan.phases["forward_backward"]) == (name == "zero3")
 
 
 def test_what_is_offloaded_is_not_on_the_device(tmp_path):
     path = folder(tmp_path, num_hidden_layers=1)
     card = Hardware("a card", 24 * GIB)
-    for offload in (False, True):
-        plan = make_plan(settings(path, Launch("fsdp2", 2, offload=offload)), card)
+    for offload, on_host in (("", set()), ("optimizer", {OPTIMIZER}), ("all", {OPTIMIZER, BASE, TRAINED})):
+        plan = make_plan(settings(path, Launch("zero3", 2, offload=offload)), card)
         parts = plan.phases["forward_backward"].keys() & {OPTIMIZER, BASE, TRAINED}
-        assert parts == (set() if offload else {OPTIMIZER, BASE, TRAINED})
+        assert parts == {OPTIMIZER, BASE, TRAINED} - on_host
 
 
 def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
@@ -139,7 +163,7 @@ def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
     line = f"--config {path} --per_device_train_batch_size 8 --num_generations=4 --max_completion_length 40"
     from_file = from_words(line.split(), EfficientGRPOConfig, read_launch(None))
     started = from_config(args, from_file.model)
-    names = ("rollout_rows", "rollout_batches", "groups", "mixed", "scores_again")
+    names = ("rollout_rows", "rollout_batches", "rows", "mixed", "scores_again")
     for name in (*names, "gradient_checkpointing", "optim", "prefix_sharing"):
         assert getattr(from_file, name) == getattr(started, name), name
 

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from tests.prefix_sharing.helpers import build
 from tests.tools.planning.models import config, folder, settings
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.passes import Run
 from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
+from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
 from trl_fsdp_qlora.tools.planning.launches import Launch
-from trl_fsdp_qlora.tools.planning.steps import Pass, longest_pass, passes_like, state_bytes
+from trl_fsdp_qlora.tools.planning.rollout import state_bytes
 
 
 @pytest.fixture(scope="module")
@@ -50,43 +50,45 @@ CASES = [
 ]
 
 
+def tokens_of(plan, number: int) -> int:
+    """Tokens of a pass, with those of the trunks that it reads."""
+    return int(plan.forest_of_pass(number)[0].lengths.sum())
+
+
 @pytest.mark.parametrize("fields", CASES, ids=str)
-def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, sharing, fields):
-    """Numbers in place of tokens have the passes that a model's own batches have."""
+def test_the_passes_that_are_run_are_the_largest_of_the_trainers_own_step(tmp_path, sharing, fields):
     run = settings(folder(tmp_path), Launch(use_cpu=True), **fields)
     torch.manual_seed(0)
-    longest = longest_pass(run)
+    rows = run.per_device_train_batch_size
+    batches, part = FakeRun(run, config(), False)._passes(sharing, rows, run.gradient_accumulation_steps, True)
+    assert sum(len(batch.input_ids) for batch in batches) == sum(map(len, part.rows_of_pass))
     plan = sharing.plan_step(batches_of(run), run.tokens_per_pass)
     if plan is None:
-        assert (longest.trunk, longest.is_cut) == (0, False)
+        assert len(batches) == len(part.rows_of_pass) == 1 and not part.is_shared
         return
-    run_of_plan = Run(plan)
-    forwards = [[*run_of_plan.of_pass(number)][-1] for number in range(len(plan.rows_of_pass))]
-    assert longest.tokens + longest.trunk == max(int(forward.forest.lengths.sum()) for forward in forwards)
-    assert longest.is_cut == (plan.passes_per_batch > 1)
+    of_all, of_part = ([tokens_of(x, number) for number in range(len(x.rows_of_pass))] for x in (plan, part))
+    assert max(of_part) == max(of_all)
+    assert len(of_part) <= 1 + 2 * rows
+    assert (part.passes_per_batch > 1) == (plan.passes_per_batch > 1 and len(of_part) > 1)
 
 
-# Rows, trunks, prompts that a pass has for itself, tokens of a prompt: trunks of 9 tokens pay in nine passes.
-@pytest.mark.parametrize("rows, shared, own, prompt", [(3, 1, 0, 200), (3, 1, 2, 200), (4, 2, 0, 10), (7, 2, 3, 70)])
-def test_passes_like_the_longest_one_have_its_size(rows, shared, own, prompt):
-    size = Pass(rows * 19 + shared + own * prompt, rows, shared * (prompt - 1), shared)
-    shared_passes = passes_like(size, completion=20)
-    last = len(shared_passes.plan.rows_of_pass) - 1
-    for number in (0, last):
-        *trunks, forward = shared_passes.of_pass(number)
-        assert [trunk.forest.tokens for trunk in trunks] == ([] if number else [size.trunk])
-        read = forward.forest.lengths[forward.forest.computed :]
-        assert Pass(forward.forest.tokens, len(forward.rows), int(read.sum()), len(read)) == size
-        assert len(forward.view.ending) == (shared if number == last else 0)
+LENGTHS = {"prompt_tokens": 100, "max_completion_length": 20}
 
 
-def test_a_step_without_a_look_ahead_computes_prompts_per_micro_batch(tmp_path):
+@pytest.mark.parametrize(
+    ("limit", "kind", "tokens"),
+    [
+        ({}, "single", [99 + 20] * 2),  # the trunk ends one token before its prompt does; each pass computes that one
+        ({"tokens_per_pass": 0}, "single", [100 + 19]),
+        ({}, "fsdp1", [100 + 19]),
+    ],
+)
+def test_a_step_without_a_look_ahead_computes_prompts_per_micro_batch(tmp_path, sharing, limit, kind, tokens):
     fields = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "num_generations": 8}
-    run = settings(folder(tmp_path), prompt_tokens=100, max_completion_length=20, **fields)
-    alone = settings(tmp_path, prompt_tokens=100, max_completion_length=20, tokens_per_pass=0, **fields)
-    # The trunk ends one token before its prompt does; each pass computes that one.
-    assert longest_pass(run) == Pass(20, 1, trunk=99, prompts=1)
-    assert longest_pass(alone) == longest_pass(run, can_share=False) == Pass(119, 1)
+    run = settings(folder(tmp_path), Launch(kind, 2, use_cpu=True), **LENGTHS, **fields, **limit)
+    _, part = FakeRun(run, config(), False)._passes(sharing, 1, 8, True)
+    assert [tokens_of(part, number) for number in range(len(part.rows_of_pass))] == tokens
+    assert part.is_shared == (len(tokens) > 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2", "kimi_linear"])

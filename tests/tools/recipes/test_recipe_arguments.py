@@ -14,7 +14,8 @@ from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.cli.recipes import recipe_name
 from trl_fsdp_qlora.tools.cli.scripts import config_of, method_of
-from trl_fsdp_qlora.tools.planning.plan import format_plan, plan_recipe
+from trl_fsdp_qlora.tools.planning.plan import plan_recipe
+from trl_fsdp_qlora.tools.planning.table import format_plan
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
 from trl_fsdp_qlora.tools.recipe.checks import check_launch_environment, check_training
 from trl_fsdp_qlora.utils.resources import accelerate_config

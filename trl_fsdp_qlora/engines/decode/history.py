@@ -9,18 +9,22 @@ that the engine returned. If they part from it, a row begins.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...compat import trl as trls
+from ...compat.trl_rollouts import with_own_template, with_turns_by
 from ...errors import UserError
-from ...utils.replaced import replaced
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from trl import GRPOTrainer
 
 NOT_AS_SERVED = "the chat template strips earlier thinking: what is trained is not what is served; history: template"
 
 
-def tokenized_as_served(trainer: Any, tokenize_prompts: Any, prompts: list) -> tuple:
+def tokenized_as_served(trainer: "GRPOTrainer", tokenize_prompts: Any, prompts: list) -> tuple:
     """TRL's `_tokenize_prompts` with the tokenizer's own chat template, and not with TRL's for training."""
-    with replaced(trainer, chat_template=None):
+    with with_own_template(trainer):
         return tokenize_prompts(prompts)
 
 
@@ -36,7 +40,7 @@ class RenderedHistory:
         seen: for each episode the tokens of each turn's prompt.
     """
 
-    def __init__(self, trainer: Any, prompts: list[list[dict]], prompt_ids: list[list[int]]):
+    def __init__(self, trainer: "GRPOTrainer", prompts: list[list[dict]], prompt_ids: list[list[int]]):
         self.trainer = trainer
         self.prompts = prompts
         self.seen = [[list(ids)] for ids in prompt_ids]
@@ -56,7 +60,7 @@ class RenderedHistory:
 
     def rows(
         self, completion_ids: list[list[int]], tool_mask: list[list[int]], logprobs: list[list[float]] | None
-    ) -> list[list[dict[str, Any]]]:
+    ) -> list[list[dict]]:
         """The rows of each episode.
 
         Args:
@@ -66,7 +70,7 @@ class RenderedHistory:
         for number, seen in enumerate(self.seen):
             values = completion_ids[number] if logprobs is None else logprobs[number]
             sampled = _sampled_turns(completion_ids[number], values, tool_mask[number])
-            rows: list[dict[str, Any]] = []
+            rows: list[dict] = []
             # The last turn may have no token: the budget was spent before it.
             for prompt, turn in zip(seen, sampled, strict=False):
                 ids = [token for token, _ in turn]
@@ -96,7 +100,9 @@ def _sampled_turns(ids: list[int], values: list, mask: list[int]) -> list[list[t
 
 
 @contextmanager
-def rendering(trainer: Any, prompts: list[list[dict]], prompt_ids: list[list[int]]) -> Iterator[RenderedHistory]:
+def rendering(
+    trainer: "GRPOTrainer", prompts: list[list[dict]], prompt_ids: list[list[int]]
+) -> Iterator[RenderedHistory]:
     """In the block, each further turn of TRL's tool loop is generated from the rendered messages."""
     history = RenderedHistory(trainer, prompts, prompt_ids)
     generate_turn = trainer._generate_single_turn
@@ -106,14 +112,14 @@ def rendering(trainer: Any, prompts: list[list[dict]], prompt_ids: list[list[int
             raise UserError("history: template renders no images yet; history: append does")
         return generate_turn(history.next_prompts(), images, fields, **options)
 
-    with replaced(trainer, _generate_single_turn=generate):
+    with with_turns_by(trainer, generate):
         yield history
 
 
 _THOUGHT = "what the model thought before it called"
 
 
-def strips_thinking(tokenizer: Any) -> bool:
+def strips_thinking(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether the chat template leaves what the model thought before a call out of the history of later turns.
 
     Args:

@@ -14,7 +14,6 @@ Letters: R rows and their tokens, I inputs of a layer, O its outputs, K ranks of
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -115,7 +114,7 @@ class _Products:
         self._last_group: _Group | None = None
 
     def forward(
-        self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **_options: Any
+        self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **_options: object
     ) -> torch.Tensor:
         """`result`, the output of a layer's base for `x`, plus the adapter's part."""
         group = self._group_of.get(module)

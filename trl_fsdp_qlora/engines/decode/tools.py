@@ -8,11 +8,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 
-from ...utils.replaced import replaced
+from ...compat.trl_rollouts import with_tools
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
 logger = get_logger(__name__)
 
@@ -53,7 +56,9 @@ def limited(tool: Callable, seconds: float | None) -> Callable:
     return limited_function
 
 
-def limited_tools(trainer: Any, attributes: tuple[str, ...], seconds: float | None) -> AbstractContextManager:
+def limited_tools(
+    trainer: "GRPOTrainer", attributes: tuple[str, ...], seconds: float | None
+) -> AbstractContextManager:
     """A context in which the tools of TRL's `trainer` have a time limit, see [`limited`].
 
     `attributes` are lists of `{name: tool}`; without them, tools take as long as they take.
@@ -65,7 +70,7 @@ def limited_tools(trainer: Any, attributes: tuple[str, ...], seconds: float | No
         for attribute in attributes
         if hasattr(trainer, attribute)
     }
-    return replaced(trainer, **limited_by_attribute)
+    return with_tools(trainer, limited_by_attribute)
 
 
 def _in_thread(call: Callable, seconds: float, line: str) -> Any:

@@ -4,11 +4,14 @@ vLLM alone would take the checkpoint's. A run in fp16 of a checkpoint in bfloat1
 rounding.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 
 def trainer_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
@@ -22,7 +25,7 @@ def trainer_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
     return of_autocast or of_4_bit_base or model.dtype
 
 
-def engine_options(args: Any, model: nn.Module, accelerator: Accelerator) -> dict[str, Any]:
+def engine_options(args: "GRPOConfig", model: nn.Module, accelerator: Accelerator) -> dict[str, Any]:
     """Further arguments of `vllm.LLM` in this process: the trainer's dtype, and the user's, which take precedence."""
     dtype = str(trainer_dtype(model, accelerator)).removeprefix("torch.")
     return {"dtype": dtype, **(args.vllm_engine_kwargs or {})}
@@ -33,7 +36,7 @@ def other_dtype(held: str, drawn: str) -> str:
     return f"the base is held in {held} and vLLM draws in {drawn}; load it with dtype: {drawn}"
 
 
-def describe_dtype(args: Any, model: nn.Module, accelerator: Accelerator) -> str:
+def describe_dtype(args: "GRPOConfig", model: nn.Module, accelerator: Accelerator) -> str:
     """A line of the start-up block on the dtype in which an engine in this process draws."""
     dtype = engine_options(args, model, accelerator)["dtype"]
     source = "vllm_engine_kwargs" if "dtype" in (args.vllm_engine_kwargs or {}) else "as the trainer computes"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
 from requests.adapters import HTTPAdapter, Retry
@@ -31,6 +31,9 @@ from .adapter_sync import (
 )
 from .dequantized_base import DONE, dequantized_base, has_packed_base, write_config
 from .drawn_dtype import engine_options, other_dtype, trainer_dtype
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +89,7 @@ class _Serving:
             self._weights_in_host_memory = False
 
 
-def server_info(args: Any) -> dict[str, Any]:
+def server_info(args: "GRPOConfig") -> dict[str, Any]:
     """The options that a trainer's vLLM server was started with; waits for `vllm_server_timeout`, as TRL does."""
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     return _options_of(VLLMClient(url, connection_timeout=args.vllm_server_timeout))
@@ -284,7 +287,7 @@ class AdapterEngine(VLLMGeneration):
         return replaced(self.vllm_client, model=self.vllm_client.base)
 
 
-def why_not_shared(args: Any, model, accelerator, one_base: Callable[[], ModuleType]) -> str | None:
+def why_not_shared(args: "GRPOConfig", model, accelerator, one_base: Callable[[], ModuleType]) -> str | None:
     """Why a loaded base cannot be shared with an engine in this process; `None` if it can.
 
     `one_base` imports the module that shares it.
@@ -310,7 +313,7 @@ def why_not_shared(args: Any, model, accelerator, one_base: Callable[[], ModuleT
 
 
 def start_engine(
-    args: Any,
+    args: "GRPOConfig",
     own_base: str | None,
     *,
     one_base: Callable[[], ModuleType] | None = None,
@@ -318,7 +321,7 @@ def start_engine(
     accelerator,
     processing_class,
     mode: str,
-    **options: Any,
+    **options: object,
 ) -> AdapterEngine:
     """An [`AdapterEngine`] that holds the base of `model`; the arguments are those of TRL's own engine. Collective.
 

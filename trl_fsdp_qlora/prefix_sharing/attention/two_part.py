@@ -12,6 +12,7 @@ import itertools
 import numpy as np
 import torch
 
+from ...compat.fake_forms import ATTENTION
 from ...compat.transformers import is_flash
 from ..row import PackedRow
 from ..segments import SegmentBatch, additive, equal_runs, join, padded_batches
@@ -19,7 +20,7 @@ from .call import AttentionCall
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 KEYWORDS: frozenset[str] = frozenset()
-_MASKED_BASES = ("sdpa", "eager")
+_MASKED_BASES = ("sdpa", "eager", ATTENTION)  # the last one is that of a plan
 
 
 def refuses(call: AttentionCall) -> str | None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...compat.fake_tensors import real_tensors
 from ...compat.transformers import cache_name
 from ...scoring.transfer import to_device
 from ..forest import Forest
@@ -159,8 +160,9 @@ def _plan(packed_row: PackedRow, device: torch.device) -> tuple[list[Stretch], t
     """
     key = ("recurrent", device)
     if key not in packed_row.derived:
-        stretches = _batches_by_level(packed_row.forest)
-        index = np.concatenate([segments.own_tokens() for _, _, batches in stretches for segments, _ in batches])
+        with real_tensors():  # the layout is read on the host
+            stretches = _batches_by_level(packed_row.forest)
+            index = np.concatenate([segments.own_tokens() for _, _, batches in stretches for segments, _ in batches])
         filling = packed_row.forest.filling
         order = None
         if filling or (index[1:] < index[:-1]).any():

@@ -1,10 +1,17 @@
 """`trl-fsdp-qlora plan`: whether a recipe fits, before anything is loaded."""
 
+import contextlib
+import json
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UserError
 from ..run.one_line import OneLineParser, check_num_processes
-from .scripts import PLANNED, config_of, method_of, with_recipe
+from .scripts import config_of, method_of, script_of, with_recipe
+
+if TYPE_CHECKING:
+    from ..planning.plan import MemoryPlan
 
 
 def _parser() -> OneLineParser:
@@ -20,6 +27,7 @@ def _parser() -> OneLineParser:
     parser.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
     parser.add_argument("--solve", action="store_true", help="also the largest group, length and model that fit")
     parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, with bytes as numbers")
     return parser
 
 
@@ -32,26 +40,44 @@ def plan(words: Sequence[str]) -> int:
     rest = with_recipe(rest)
     if not rest:
         raise UserError("plan needs a recipe: --config FILE.yaml")
-    from ..planning import largest
-    from ..planning.plan import format_plan, plan_recipe
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed writes a line when it is imported
+        from ..planning.fitting import as_words, lines_that_fit
+        from ..planning.plan import plan_recipe
+        from ..planning.table import as_json, format_plan
 
-    planned = plan_recipe(
-        rest,
-        config_of(method_of(rest, PLANNED)),
-        options.accelerate_config,
-        options.hardware,
-        options.num_processes,
-        options.prompt_tokens,
-    )
-    most = {}
-    if options.solve:
-        most["num_generations"] = largest.largest_group(planned)
-        most["max_completion_length"] = largest.longest(planned)
-        most["model"] = largest.largest_model(planned)
+        method = method_of(rest)
+        planned = plan_recipe(
+            rest,
+            config_of(method),
+            options.accelerate_config,
+            options.hardware,
+            options.num_processes,
+            options.prompt_tokens,
+            script_of(method),
+        )
+        largest = _largest(planned) if options.solve else {}
+        lines = {} if planned.fits else lines_that_fit(planned)
+    if options.json:
+        print(json.dumps({**as_json(planned), "fits_with": lines, "largest": largest}, indent=2))
+        return 0 if planned.fits else 1
     print(format_plan(planned))
-    if not planned.fits and planned.enough_cards:
+    if lines:
+        print(f"it fits with {as_words(lines)}")
+    elif not planned.fits and planned.enough_cards:
         print("docs/out_of_memory.md has the lines that need less, and --solve finds what fits")
-    for name, value in most.items():
+    for name, value in largest.items():
         of_known = " (of the dense models that plan knows)" if name == "model" else ""
         print(f"largest that fits: {name}: {value or 'none'}{of_known}")
     return 0 if planned.fits else 1
+
+
+def _largest(planned: "MemoryPlan") -> dict[str, Any]:
+    """The largest group, length and model that fit, by the name of the field."""
+    from ..planning import largest
+
+    is_paired = planned.settings.is_paired
+    return {
+        "per_device_train_batch_size" if is_paired else "num_generations": largest.largest_group(planned),
+        planned.settings.length_field: largest.longest(planned),
+        "model": largest.largest_model(planned),
+    }

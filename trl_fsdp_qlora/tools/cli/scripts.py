@@ -22,7 +22,7 @@ LAUNCHER = (
     "--parallelism_config_dp_replicate_size", "--parallelism_config_dp_shard_size", "--rdzv_backend", "--rdzv_conf",
 )  # fmt: skip
 
-PLANNED = tuple(method for method in METHODS if not method.is_paired)  # which `plan` and `doctor` know
+PLANNED = tuple(method for method in METHODS if not method.is_paired)  # which `doctor` knows
 
 
 def called(name: str, words: list[str]) -> int:
@@ -89,7 +89,7 @@ def with_recipe(words: list[str]) -> list[str]:
 # Commands whose options are another program's, names of recipes, or a run's as they stand.
 NOT_CHECKED = ("launch", "doctor", "recipes", "config")
 # Commands that take a recipe of any of these methods, next to options of their own.
-_OF_ANY_METHOD = {"plan": PLANNED, "compare": tuple(method for method in METHODS if method.stock)}
+_OF_ANY_METHOD = {"plan": METHODS, "compare": tuple(method for method in METHODS if method.stock)}
 
 
 def refuse_typos(command: str, words: Sequence[str]) -> None:

@@ -70,7 +70,7 @@ def _key(question: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def read_problems(source: str, split: str) -> list[dict[str, Any]]:
+def read_problems(source: str, split: str) -> list[dict]:
     """The different problems of a split, with `entry` for the verifier; questions of the test split are in no other.
 
     Raises:
@@ -83,7 +83,7 @@ def read_problems(source: str, split: str) -> list[dict[str, Any]]:
     if split == "train":
         count = _read(source)[1].get("size", _TRAIN_PROBLEMS)
         questions = {_key(problem["question"]) for problem in read_problems(source, "test")}
-    problems: list[dict[str, Any]] = []
+    problems: list[dict] = []
     for index in range(3 * count):
         if len(problems) == count:
             break

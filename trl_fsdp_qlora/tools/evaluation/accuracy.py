@@ -97,7 +97,7 @@ class Scored(NamedTuple):
     passed_at_k: float
 
 
-def score_problem(greedy: Verdict, drawn: Sequence[Verdict], gold: Any, answer_format: str) -> Scored:
+def score_problem(greedy: Verdict, drawn: Sequence[Verdict], gold: object, answer_format: str) -> Scored:
     """Compare a problem's completions with its answer, or take the verdicts.
 
     Args:

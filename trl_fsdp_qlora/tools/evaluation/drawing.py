@@ -43,10 +43,10 @@ class Answer(NamedTuple):
         environment: the row's, when its episode is over.
     """
 
-    completion: str | list[dict[str, Any]]
+    completion: str | list[dict]
     ids: list[int]
     tokens: int
-    environment: Any = None
+    environment: object = None
 
 
 class Draw(NamedTuple):

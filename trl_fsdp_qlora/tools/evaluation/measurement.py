@@ -27,7 +27,7 @@ class Agent:
         """Arguments for TRL's trainer."""
         return {"tools": self.tools or None, "environment_factory": self.environment}
 
-    def is_right(self, environment: Any) -> bool | None:
+    def is_right(self, environment: object) -> bool | None:
         """Whether a finished episode was right by its environment's reward; `None` if the answer decides."""
         if not self.owns_reward:
             return None
@@ -36,7 +36,7 @@ class Agent:
             reward = asyncio.run(reward)
         return reward >= 1
 
-    def tools_of(self, environment: Any) -> list[Callable]:
+    def tools_of(self, environment: object) -> list[Callable]:
         """The tools of an episode in TRL's order: functions, then the public methods of its environment."""
         tools = list(self.tools)
         if environment is not None:
@@ -56,7 +56,7 @@ class Judge:
 
     function: Callable[..., Sequence[float | None]]
 
-    def verdicts(self, rows: Sequence[dict], completions: Sequence[Any]) -> list[bool]:
+    def verdicts(self, rows: Sequence[dict], completions: Sequence) -> list[bool]:
         name = name_of(self.function)
         with nonfatal(f"accuracy_function {name}"):
             names = [name for name in rows[0] if name not in ("prompt", "images")]

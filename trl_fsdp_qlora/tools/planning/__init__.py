@@ -1,1 +1,1 @@
-"""The bytes of a run before it starts, and their comparison with measured bytes."""
+"""The bytes of a run before it starts, by phase and part, and whether they fit."""

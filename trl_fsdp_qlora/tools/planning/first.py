@@ -15,8 +15,9 @@ from ..recipe.checks import Checked
 from ..recipe.measuring import measurement_of
 from ..recipe.runner import load_processing
 from ..recipe.script import say
-from .plan import Plan, format_bytes, make_plan
+from .plan import MemoryPlan, make_plan
 from .settings import from_config
+from .table import format_bytes
 
 # Number of training prompts whose lengths are read.
 _PROMPTS = 64
@@ -25,7 +26,7 @@ _PROMPTS_WITH_IMAGES = 8
 
 def plan_first(
     script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, checked: Checked
-) -> Plan | None:
+) -> MemoryPlan | None:
     """Plan a recipe's run on the main rank, and warn if it does not fit.
 
     Returns `None` on other ranks, and if no plan can be made. An error in the plan itself is printed in one line and

@@ -5,28 +5,32 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .known_models import MODELS, known_config
-from .plan import Plan, changed, make_plan
+from .plan import MemoryPlan, changed, make_plan
 
 # The largest numbers that are tried: tokens of a row, and completions of a rank's optimizer step.
 _MOST_TOKENS = 2**17
 _MOST_COMPLETIONS = 2**13
 
 
-def largest_group(plan: Plan) -> int:
-    """The most completions of a prompt that fit, with as many prompts per step.
+def largest_group(plan: MemoryPlan) -> int:
+    """The most completions of a prompt that fit, with as many prompts per step; for pairs, the most pairs at once.
 
     The number of micro-batches grows with the group, and not their size. It is 0 if not even the smallest group fits.
     """
     settings = plan.settings
     accumulated = settings.gradient_accumulation_steps
+    if settings.is_paired:
+        pairs = settings.per_device_train_batch_size
+        most = _MOST_COMPLETIONS // accumulated
+        return most_that_fits(lambda count: changed(plan, per_device_train_batch_size=count), most, pairs)
     group = settings.num_generations
     # The number of prompts per step stays the same.
     step = group // math.gcd(group, accumulated)
-    most = group * _MOST_COMPLETIONS // (accumulated * settings.per_device_train_batch_size * step)
+    most = group * _MOST_COMPLETIONS // (accumulated * settings.rows * step)
     return step * most_that_fits(lambda groups: with_group(plan, groups * step), most, group // step)
 
 
-def with_group(plan: Plan, group: int) -> Plan:
+def with_group(plan: MemoryPlan, group: int) -> MemoryPlan:
     """Plan the same run with as many prompts per step and `group` completions of each."""
     values = {"num_generations": group}
     for name in ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"):
@@ -36,27 +40,30 @@ def with_group(plan: Plan, group: int) -> Plan:
     return changed(plan, **values)
 
 
-def longest(plan: Plan) -> int:
-    """The most tokens of a completion that fit, in multiples of 16, within the model's positions."""
-    most = int(min(_MOST_TOKENS, max(0, plan.positions - plan.settings.prompt_tokens)))
-    now = plan.settings.max_completion_length
-    return 16 * most_that_fits(lambda count: changed(plan, max_completion_length=16 * count), most // 16, now // 16)
+def longest(plan: MemoryPlan) -> int:
+    """The most tokens of the field that limits rows, in multiples of 16, within the model's positions."""
+    settings = plan.settings
+    name = settings.length_field
+    prompt = 0 if settings.is_paired else settings.prompt_tokens  # `max_length` of pairs contains it
+    most = int(min(_MOST_TOKENS, max(0, plan.positions - prompt)))
+    now = getattr(settings, name) or 0
+    return 16 * most_that_fits(lambda count: changed(plan, **{name: 16 * count}), most // 16, now // 16)
 
 
-def largest_model(plan: Plan) -> str | None:
+def largest_model(plan: MemoryPlan) -> str | None:
     """The largest model of [`MODELS`] with which the run fits; `None` if none does."""
     names = list(MODELS)
     targets = ["all-linear"] if plan.settings.model.use_peft else None  # layers have other names in other models
     settings = replace(plan.settings, model=replace(plan.settings.model, lora_target_modules=targets))
 
-    def plan_of(count: int) -> Plan:
+    def plan_of(count: int) -> MemoryPlan:
         return make_plan(settings, plan.hardware, known_config(names[count - 1]))
 
     fitting = most_that_fits(plan_of, len(names), len(names) // 2)
     return names[fitting - 1] if fitting else None
 
 
-def most_that_fits(plan_of: Callable[[int], Plan], most: int, start: int = 1) -> int:
+def most_that_fits(plan_of: Callable[[int], MemoryPlan], most: int, start: int = 1) -> int:
     """The largest count up to `most` whose plan fits; 0 if a count of 1 does not fit.
 
     Bytes grow nearly linearly. The next count is therefore the one at which the line through the two counts next to

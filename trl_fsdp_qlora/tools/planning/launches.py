@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.utils import str_to_bool
+from accelerate.utils import DeepSpeedPlugin, str_to_bool
 from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 
 from ...errors import UserError
@@ -35,10 +35,10 @@ class Launch:
     """The processes of a run, and the way in which they share the model.
 
     Attributes:
-        kind: single, ddp, fsdp1, fsdp2, or deepspeed, which is not planned.
+        kind: single, ddp, fsdp1, fsdp2, or zero0 to zero3 of DeepSpeed.
         processes: ranks, one per card, on all machines together.
         machines: number of machines; each has as many ranks.
-        offload: whether weights, gradients and optimizer are held in host memory.
+        offload: what is held in host memory: "optimizer", "all" (weights, gradients and optimizer), or nothing.
         use_cpu: the ranks compute on the host.
         mixed_precision: bf16, fp16 or no; `None` if the accelerate config does not set it.
         replicas: of a sharded launch, how many copies of the model its ranks hold together.
@@ -46,12 +46,13 @@ class Launch:
         units: what is gathered at once: `None` for a layer, names of classes, a least number of weights, or "model".
         checkpoints: whether FSDP itself checkpoints the layers' activations.
         offloads_checkpoints: whether they wait for the backward in host memory.
+        bucket: of DeepSpeed, the number of gradients that are reduced at once; 0 for the square of the hidden size.
     """
 
     kind: str = "single"
     processes: int = 1
     machines: int = 1
-    offload: bool = False
+    offload: str = ""
     use_cpu: bool = False
     mixed_precision: str | None = None
     replicas: int = 1
@@ -59,6 +60,7 @@ class Launch:
     units: tuple[str, ...] | int | str | None = None
     checkpoints: bool = False
     offloads_checkpoints: bool = False
+    bucket: int = 500_000_000
 
     @property
     def ranks_per_machine(self) -> int:
@@ -67,7 +69,11 @@ class Launch:
     @property
     def is_sharded(self) -> bool:
         """Whether each rank holds a part of the weights."""
-        return self.kind in ("fsdp1", "fsdp2")
+        return self.kind in ("fsdp1", "fsdp2", "zero3")
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return self.kind.startswith("zero")
 
     @property
     def ranks_per_copy(self) -> int:
@@ -96,7 +102,7 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
             machines=machines,
             use_cpu=_is_true(config.use_cpu),
             mixed_precision=_planned_precision(config.mixed_precision),
-            **_sharing_of(config.distributed_type.value, config.fsdp_config, by_size, ranks, machines),
+            **_sharing_of(config, by_size, ranks, machines),
         )
     except UserError as error:
         raise UserError(f"--accelerate_config {path}: {error}") from None
@@ -111,30 +117,62 @@ def fsdp_of_process(machines: int) -> dict[str, Any]:
         sharding["transformer_layer_cls_to_wrap"] = sharding["transformer_cls_to_wrap"]
     prefix = "PARALLELISM_CONFIG_"
     sizes = {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
-    return _sharing_of("FSDP", sharding, sizes, 0, machines)
+    return _fsdp(sharding, sizes, machines)
 
 
-def _sharing_of(
-    distributed_type: str, fsdp_config: Mapping[str, Any], sizes: Mapping[str, Any], ranks: int, machines: int
-) -> dict[str, Any]:
-    """The fields of [`Launch`] that say how ranks share the model."""
-    for name in _OTHER_PARALLELISM:
-        if int(sizes.get(name) or 1) > 1:
-            raise UserError(f"{name}: {sizes[name]} is not planned")
-    if distributed_type == "DEEPSPEED":
-        return {"kind": "deepspeed"}
-    if distributed_type == "FSDP":
-        return _fsdp(_without_prefix(fsdp_config, "fsdp_"), int(sizes.get("dp_replicate_size") or 1), machines)
-    if distributed_type not in _REPLICATED:
-        raise UserError(f"distributed_type: {distributed_type} is not planned")
+def deepspeed_of_file(file: str) -> dict[str, Any]:
+    """The fields of the [`Launch`] of a DeepSpeed config file, as in a recipe's field `deepspeed`.
+
+    Raises:
+        UserError: there is no such file, or accelerate cannot read it.
+    """
+    return _zero({"deepspeed_config_file": file}, "deepspeed")
+
+
+def deepspeed_of_plugin(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """The fields of the [`Launch`] of a run that has this plugin of accelerate's."""
+    offload = ""
+    if plugin.zero_stage == 3 and plugin.offload_param_device in ("cpu", "nvme"):
+        offload = "all"
+    elif plugin.zero_stage and plugin.offload_optimizer_device in ("cpu", "nvme"):
+        offload = "optimizer"
+    bucket = plugin.get_value("zero_optimization.reduce_bucket_size") or Launch.bucket
+    return {"kind": f"zero{plugin.zero_stage}", "offload": offload, "bucket": 0 if bucket == "auto" else int(bucket)}
+
+
+def _sharing_of(config: Any, sizes: Mapping[str, Any], ranks: int, machines: int) -> dict[str, Any]:
+    """The fields of [`Launch`] that state how ranks share the model, from accelerate's config."""
+    kind = config.distributed_type.value
+    if kind == "DEEPSPEED":
+        return _zero(config.deepspeed_config, "deepspeed_config_file")
+    if kind == "FSDP":
+        return _fsdp(_without_prefix(config.fsdp_config, "fsdp_"), sizes, machines)
+    if kind not in _REPLICATED:
+        raise UserError(f"distributed_type: {kind} is not planned")
     return {"kind": "single" if ranks == 1 else "ddp"}
 
 
-def _fsdp(sharding: Mapping[str, Any], replicas: int, machines: int) -> dict[str, Any]:
-    """The fields of [`Launch`] from the keys of `fsdp_config`, without their prefix, read as accelerate reads them."""
+def _zero(content: Mapping[str, Any], field_name: str) -> dict[str, Any]:
+    """The fields of [`Launch`] from a `deepspeed_config`, which may be a file of DeepSpeed's."""
+    file = content.get("deepspeed_config_file")
+    if file and not Path(file).is_file():
+        raise UserError(f"{field_name}: {file}: there is no such file")
+    values = {name: content.get(name) for name in ("zero_stage", "offload_optimizer_device", "offload_param_device")}
+    return deepspeed_of_plugin(DeepSpeedPlugin(file or "none", **values))
+
+
+def _fsdp(sharding: Mapping[str, Any], sizes: Mapping[str, Any], machines: int) -> dict[str, Any]:
+    """The fields of [`Launch`] from the keys of `fsdp_config`, without their prefix, read as accelerate reads them.
+
+    `sizes` are those of `parallelism_config`.
+    """
+    for name in _OTHER_PARALLELISM:
+        if int(sizes.get(name) or 1) > 1:
+            raise UserError(f"{name}: {sizes[name]} is not planned")
     if sharding.get("ignored_modules") not in (None, "", "None"):
         raise UserError(f"fsdp_ignored_modules: {sharding['ignored_modules']} is not planned")
     kind = f"fsdp{int(sharding.get('version') or 1)}"
+    replicas = int(sizes.get("dp_replicate_size") or 1)
     if kind == "fsdp2":
         reshards = _is_true(sharding.get("reshard_after_forward"), True)
     else:
@@ -145,7 +183,7 @@ def _fsdp(sharding: Mapping[str, Any], replicas: int, machines: int) -> dict[str
         replicas = machines if copy_on_machine else 1
     return {
         "kind": kind,
-        "offload": _is_true(sharding.get("offload_params")),
+        "offload": "all" if _is_true(sharding.get("offload_params")) else "",
         "replicas": replicas,
         "reshards": reshards,
         "units": _units(sharding),

@@ -14,10 +14,11 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ...compat import fake_forms
 from ...compat.peft import let_lora_adapt_packed_experts
 from ...compat.transformers import is_experts
+from ...fsdp2_qlora.grouped_product import fake_dense
 from ..recipe.checks import build_bare, with_adapter
-from . import fake_ops
 from .settings import Settings
 from .stored import Stored, stored_format
 
@@ -31,6 +32,8 @@ BUCKETS = "gradient buckets"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference model"
 _PARTS = (BASE_4BIT, BASE_8BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE)
+# What a launch spreads over its ranks.
+_SPREAD = dict.fromkeys(("fsdp1", "fsdp2", "zero3"), _PARTS) | {"zero2": (GRADIENTS, OPTIMIZER), "zero1": (OPTIMIZER,)}
 # Numbers that an optimizer keeps per trained weight, by a part of its name; every other optimizer keeps two, as Adam.
 _NUMBERS = {"ademamix": 3, "lion": 1, "rmsprop": 1, "sgd": 0}
 # Bytes of such a number, by a part of the name; every other optimizer keeps numbers of the weight's own dtype.
@@ -40,7 +43,9 @@ _NUMBER_BYTES = {"8bit": 1, "32bit": 4}
 def dtype_of(settings: Settings, config: PretrainedConfig) -> torch.dtype:
     """The dtype in which the base is loaded."""
     name = settings.model.dtype or "float32"
-    return config.dtype or torch.float32 if name == "auto" else getattr(torch, name)
+    loaded = config.dtype or torch.float32 if name == "auto" else getattr(torch, name)
+    # DeepSpeed casts every weight to the dtype of the mixed precision.
+    return getattr(torch, settings.mixed) if settings.launch.is_deepspeed and settings.mixed else loaded
 
 
 def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
@@ -68,7 +73,7 @@ def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
         if not should_convert_module(name, list(stored.dense)):
             continue
         if type(module) is nn.Linear and module is not head and not stored.only_experts:
-            module.__class__ = fake_ops.PackedLinear
+            module.__class__ = fake_forms.PackedLinear
             module.weight, module.state_bytes = _pack(module.weight.shape, stored)
             module.compute_dtype = dtype
         elif is_experts(module):
@@ -104,6 +109,7 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
     Raises:
         ConfigError: the model cannot be built, or the LoRA targets match nothing.
     """
+    fake_forms.register_attention()
     config = copy.deepcopy(config)
     if layers is not None:
         keep_layers(config.get_text_config(), layers)
@@ -111,11 +117,11 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
     dtype = dtype_of(settings, config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            bare = build_bare(name, config, dtype=dtype, attn_implementation=fake_ops.ATTENTION)
+            bare = build_bare(name, config, dtype=dtype, attn_implementation=fake_forms.ATTENTION)
         except KeyError:  # Falcon and GPT-J look up their attention class in their own table
             bare = build_bare(name, config, dtype=dtype, attn_implementation="eager")
         for module in filter(is_experts, bare.modules()):
-            fake_ops.replace_experts(module)
+            fake_forms.replace_experts(module, fake_dense)
         stored = stored_format(settings.model, config)
         if stored is not None:
             _quantize(bare, dtype, stored)
@@ -141,18 +147,13 @@ def state_bytes(model: nn.Module) -> int:
 
 def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     """Bytes by component that each rank holds; `model` is the result of [`build`] with all layers."""
-    kind = settings.launch.kind
-    ranks = settings.launch.processes
+    launch = settings.launch
     sizes = dict.fromkeys(_PARTS, 0)
     parameters = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    quantized = any(hasattr(parameter, "weights") for parameter in parameters)
-    # Under mixed precision accelerate keeps the trained weights of an FSDP2 model in float32. For a quantized model
-    # this package does it.
-    upcast = settings.launch.is_sharded and settings.mixed is not None and not quantized
+    is_packed = any(hasattr(parameter, "weights") for parameter in parameters)
     for parameter in parameters:
         if parameter.requires_grad:
-            sizes[TRAINED] += parameter.numel() * 4 if upcast else parameter.nbytes
+            sizes[TRAINED] += parameter.numel() * _trained_width(parameter, settings, is_packed)
         elif hasattr(parameter, "weights"):
             sizes[BASE_4BIT if parameter.dtype == torch.uint8 else BASE_8BIT] += parameter.nbytes
         else:
@@ -160,13 +161,41 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     sizes[STATE] = state_bytes(model)
     sizes[BASE] += sum(buffer.nbytes for buffer in model.buffers())
     sizes[GRADIENTS] = sizes[TRAINED]
-    name = str(getattr(settings.optim, "value", settings.optim))
-    numbers = next((count for part, count in _NUMBERS.items() if part in name), 2)
-    number_bytes = next((width for part, width in _NUMBER_BYTES.items() if part in name), None)
-    sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if number_bytes is None else trained * number_bytes)
-    if kind == "ddp" and ranks > 1:
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    sizes[OPTIMIZER] = _optimizer_bytes(settings, trained, sizes[TRAINED])
+    if launch.kind == "ddp" and launch.processes > 1:
         sizes[BUCKETS] = sizes[TRAINED]
     if settings.values.get("beta") and not isinstance(model, PeftModel):
         sizes[REFERENCE] = sizes[BASE] + sizes[TRAINED]
-    holders = settings.launch.ranks_per_copy if settings.launch.is_sharded else 1
-    return {name: -(-size // holders) for name, size in sizes.items()}
+    spread = _SPREAD.get(launch.kind, ())
+    held = {part: -(-size // launch.ranks_per_copy) if part in spread else size for part, size in sizes.items()}
+    if launch.is_deepspeed:
+        held[BUCKETS] = _bucket_bytes(model, settings)
+    return held
+
+
+def _trained_width(parameter: nn.Parameter, settings: Settings, is_packed: bool) -> int:
+    """Bytes of a trained weight."""
+    if settings.mixed and settings.launch.is_deepspeed:
+        return 2
+    # Under mixed precision accelerate keeps the trained weights of an FSDP2 model in float32. For a quantized model
+    # this package does it.
+    upcast = settings.launch.kind in ("fsdp1", "fsdp2") and settings.mixed is not None and not is_packed
+    return 4 if upcast else parameter.dtype.itemsize
+
+
+def _optimizer_bytes(settings: Settings, trained: int, trained_bytes: int) -> int:
+    """Bytes of the optimizer's states of so many trained weights, which have so many bytes."""
+    name = str(getattr(settings.optim, "value", settings.optim))
+    numbers = next((count for part, count in _NUMBERS.items() if part in name), 2)
+    if settings.launch.is_deepspeed:  # a copy of the weights in float32, for which the states are
+        return 4 * trained * (numbers + 1)
+    number_bytes = next((width for part, width in _NUMBER_BYTES.items() if part in name), None)
+    return numbers * (trained_bytes if number_bytes is None else trained * number_bytes)
+
+
+def _bucket_bytes(model: nn.Module, settings: Settings) -> int:
+    """Bytes of the buffer in which DeepSpeed reduces gradients, whatever their number is (`setup_buckets`)."""
+    width = causal_model(model).config.get_text_config().hidden_size
+    elements = settings.launch.bucket or width * width
+    return elements * (2 if settings.mixed else 4)

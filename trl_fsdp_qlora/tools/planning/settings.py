@@ -13,7 +13,7 @@ from trl import ModelConfig
 
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ..recipe.arguments import ScriptArguments, recipe_fields
-from .launches import Launch, fsdp_of_process
+from .launches import Launch, deepspeed_of_file, deepspeed_of_plugin, fsdp_of_process
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,31 @@ class Settings:
         raise AttributeError(name)
 
     @property
-    def groups(self) -> int:
-        """Groups, whole or in part, in a micro-batch."""
-        return max(1, -(-self.per_device_train_batch_size // self.num_generations))
+    def is_paired(self) -> bool:
+        """Whether rows are preference pairs, and nothing is generated."""
+        return "num_generations" not in self.values
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.per_device_train_batch_size * (2 if self.is_paired else 1)
+
+    @property
+    def group_size(self) -> int:
+        """Rows with the same prompt."""
+        return 2 if self.is_paired else self.num_generations
+
+    @property
+    def length_field(self) -> str:
+        """The field that limits the length of rows."""
+        return "max_length" if self.is_paired else "max_completion_length"
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the longest completion, or of the longest answer of a pair, whose `max_length` has the prompt."""
+        if not self.is_paired or self.max_length is None:
+            return self.max_completion_length
+        return max(1, self.max_length - self.prompt_tokens)
 
     @property
     def rollout_batches(self) -> int:
@@ -79,21 +101,28 @@ class Settings:
     @property
     def scores_again(self) -> bool:
         """Whether a pass without gradients comes before the loss, for the old log-probabilities or the reference."""
+        if self.is_paired:
+            return bool(self.precompute_ref_log_probs)
         reuses_rollouts = self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
         return bool(self.values.get("beta")) or reuses_rollouts
 
 
-def from_words(words: Sequence[str], config: type, launch: Launch, prompt_tokens: int = 256) -> Settings:
-    """The settings of a recipe's command line; `config` is the config class of the recipe's method.
+def from_words(
+    words: Sequence[str], config: type, launch: Launch, prompt_tokens: int = 256, script: type = ScriptArguments
+) -> Settings:
+    """The settings of a recipe's command line.
+
+    Args:
+        config, script: the classes of the config and of the further arguments of the recipe's method.
 
     Raises:
         UserError: the file of `--config` cannot be read; an unknown key; a value of the wrong kind.
     """
-    values = vars(recipe_fields((ScriptArguments, config, ModelConfig), words, {"dataset": None}))
+    values = vars(recipe_fields((script, config, ModelConfig), words, {"dataset": None, "pairs": None}))
     if launch == Launch() and values["use_cpu"]:
         launch = Launch(use_cpu=True)
     if values.get("deepspeed"):
-        launch = replace(launch, kind="deepspeed")
+        launch = replace(launch, **deepspeed_of_file(values["deepspeed"]))
     model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
     return Settings(model, values, launch, prompt_tokens)
 
@@ -104,7 +133,7 @@ def from_config(config: Any, model: ModelConfig, prompt_tokens: int = 256) -> Se
     machines = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     sharing = {"kind": "single" if ranks == 1 else "ddp"}
     if config.deepspeed_plugin is not None:
-        sharing = {"kind": "deepspeed"}
+        sharing = deepspeed_of_plugin(config.deepspeed_plugin)
     elif is_fsdp_launch() and ranks > 1:
         sharing = fsdp_of_process(machines)
     mixed = None if config.bf16 or config.fp16 else "no"

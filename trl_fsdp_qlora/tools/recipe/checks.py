@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from peft import PeftConfig, get_peft_model
@@ -37,6 +37,9 @@ from ..data.rewards import get_reward
 from ..evaluation.measurement import Agent, Judge
 from ..publishing.loading import TOKENIZER, has_own
 from .arguments import ConfigError, ScriptArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 OWN_REWARD = "environment"  # the name in `rewards` of the environment's own `get_reward`
 
@@ -88,7 +91,7 @@ def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -
     return UserCode(rewards, judge, agent, tool_format)
 
 
-def check_tool_template(tokenizer: Any, name: str) -> None:
+def check_tool_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
     """Refuse a chat template that TRL would refuse, or whose calls TRL could not read, before a weight is loaded."""
     hint = "name a function in tool_format that gives it one, for one examples/agents/calculator.py:json_calls"
     if not compat.supports_tool_calling(tokenizer):
@@ -99,7 +102,7 @@ def check_tool_template(tokenizer: Any, name: str) -> None:
         raise ConfigError(f"TRL does not know how {name!r} writes its calls; {hint}") from error
 
 
-def check_training(config: Any, model: ModelConfig) -> None:
+def check_training(config: "TrainingArguments", model: ModelConfig) -> None:
     """Refuse values that can only be a mistake, or that would end in an error after the model is loaded.
 
     The [`ConfigError`] has the line to write.
@@ -126,7 +129,7 @@ def check_training(config: Any, model: ModelConfig) -> None:
         check_installed("bitsandbytes", "load_in_4bit: true" if model.load_in_4bit else "load_in_8bit: true")
 
 
-def check_launch_environment(config: Any, model: ModelConfig) -> None:
+def check_launch_environment(config: "TrainingArguments", model: ModelConfig) -> None:
     """Refuse a launch whose processes would not know of each other, or that would not write the trained model."""
     check_processes(config.world_size)
     # An adapter is gathered with any type. Transformers' `save_model` writes other weights only as a full state dict.
@@ -146,7 +149,7 @@ def check_installed(module: str, setting: str, package: str | None = None) -> No
         raise ConfigError(f"{setting} needs {package}, which is not installed: pip install {package}")
 
 
-def check_loss(config: Any) -> None:
+def check_loss(config: "TrainingArguments") -> None:
     """Refuse a `loss_type` that TRL's trainer does not know; TRL itself refuses it in the first step."""
     stock = getattr(config, "STOCK", type(config)).__name__
     names = vars(config).get("loss_type") or []
@@ -168,7 +171,7 @@ def check_reports(report_to: Sequence[str] | str) -> None:
         raise ConfigError(f"report_to: {name} needs its package, which is not installed; install it, or set none")
 
 
-def check_reward_weights(script: ScriptArguments, config: Any) -> None:
+def check_reward_weights(script: ScriptArguments, config: "TrainingArguments") -> None:
     """Refuse `reward_weights` that are not one for each reward."""
     weights = vars(config).get("reward_weights")
     if weights is not None and len(weights) != len(script.rewards):
@@ -263,7 +266,7 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
     return config
 
 
-def build_bare(name: str, config: PretrainedConfig, **options: Any) -> nn.Module:
+def build_bare(name: str, config: PretrainedConfig, **options: object) -> nn.Module:
     """Build the class that TRL loads for `config` on the meta device; `options` go to `from_config`.
 
     Raises:
@@ -340,7 +343,7 @@ class Checked(NamedTuple):
 
 
 def check_recipe(
-    script: ScriptArguments, config: Any, model: ModelConfig, wrapped: Sequence[str] | None = None
+    script: ScriptArguments, config: "TrainingArguments", model: ModelConfig, wrapped: Sequence[str] | None = None
 ) -> Checked:
     """Run all checks of this module for a recipe that trains.
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from datasets import Dataset
 from jinja2 import TemplateError
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ...compat import trl as trls
@@ -20,6 +20,9 @@ from .arguments import ConfigError, ScriptArguments
 from .checks import UserCode, user_code
 from .record import RunRecord
 from .script import say
+
+if TYPE_CHECKING:
+    from ...trainers.trainer_run import TrainerRun
 
 
 def completion_length(args: TrainingArguments, script: ScriptArguments) -> int:
@@ -45,7 +48,7 @@ def measurement_of(script: ScriptArguments, args: TrainingArguments, code: UserC
 _RENDERED = 64  # prompts that are rendered before a model is loaded
 
 
-def check_prompts(prompts: Dataset, tokenizer: Any, measurement: Measurement) -> None:
+def check_prompts(prompts: Dataset, tokenizer: PreTrainedTokenizerBase, measurement: Measurement) -> None:
     """Refuse prompts that the chat template cannot render, before a model is loaded.
 
     Prompts with images need the model's processor, and those of environments a reset, so training renders them first.
@@ -66,13 +69,13 @@ def check_prompts(prompts: Dataset, tokenizer: Any, measurement: Measurement) ->
             ) from error
 
 
-def can_measure(trainer: Any) -> bool:
+def can_measure(trainer: "TrainerRun") -> bool:
     """Whether accuracy can be measured: a trainer that draws nothing cannot generate with sharded weights."""
     return hasattr(trainer, "generating") or not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
 
 
 @contextmanager
-def _generating(trainer: Any) -> Iterator[tuple[nn.Module, bool]]:
+def _generating(trainer: "TrainerRun") -> Iterator[tuple[nn.Module, bool]]:
     """A model to generate with, and whether a forward is collective."""
     if hasattr(trainer, "generating"):
         with trainer.clock.phase("accuracy"), trainer.generating() as ready:
@@ -89,7 +92,7 @@ class AccuracyCallback(TrainerCallback):
     its first measurement. Measurements between steps are logged with their step's metrics, and are on the card.
     """
 
-    def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
+    def __init__(self, trainer: "TrainerRun", script: ScriptArguments, test: Dataset, record: RunRecord):
         self.trainer = trainer
         self.script = script
         self.test = test

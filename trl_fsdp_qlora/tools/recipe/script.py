@@ -5,7 +5,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -54,7 +53,7 @@ class RunWarnings(logging.Handler):
 WARNINGS = RunWarnings()  # of the script that this process runs
 
 
-def run_main(main: Callable[..., None], *arguments: Any, **options: Any) -> None:
+def run_main(main: Callable[..., None], *arguments: object, **options: object) -> None:
     """Call `main` with these arguments; [`~trl_fsdp_qlora.tools.run.one_line.in_one_line`] decides how it ends."""
     no_bars_in_files()
     # The libraries warn about each other, and a recipe's user can change nothing about it.

@@ -106,6 +106,7 @@ def _memory(run: Run, metrics: Iterable[str]) -> Chart:
     for name in _names(metrics, "memory/", "_peak_mib"):
         label = name.replace("_", " ")
         chart.series += _series(run, f"memory/{name}_peak_mib", label)
+    chart.series += _series(run, "memory/planned_mib", "planned")
     return chart
 
 

@@ -64,7 +64,7 @@ def write_report(folder: Path, target: Path, with_completions: bool = True) -> l
     return notes
 
 
-def embedded(data: Any) -> str:
+def embedded(data: object) -> str:
     """JSON for the inside of a script element: no character in it ends the element or a line of a script."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 from types import MethodType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 
@@ -73,7 +73,7 @@ def launch(words: Sequence[str]) -> int:
     return 0
 
 
-def _pass_on(number: int, _frame: Any) -> NoReturn:
+def _pass_on(number: int, _frame: object) -> NoReturn:
     """Hand a signal to the run's processes, wait until they have ended, however long their step is, and end."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -22,6 +22,11 @@ from ...utils.plain import plain
 from ...utils.redaction import command_line, is_secret_name, portable
 from ..starting.input_checks import PICTURES, columns_of
 from .card_info import CardInfo
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from ..trainer_run import TrainerRun
 
 # Settings of a run that have no influence on the result, or that a config works out from other fields.
 _NOT_RECIPE = {
@@ -70,7 +75,7 @@ def escape(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def changed_arguments(args: Any) -> dict[str, Any]:
+def changed_arguments(args: "TrainingArguments") -> dict[str, Any]:
     """Fields of a config dataclass that differ from their defaults, plain, without paths and secrets."""
     changed = {}
     for item in fields(args):
@@ -94,7 +99,7 @@ class CardText:
         name: of the model; that of the output folder if `None`.
     """
 
-    def __init__(self, trainer: Any, name: str | None = None):
+    def __init__(self, trainer: "TrainerRun", name: str | None = None):
         self.trainer = trainer
         self.args = trainer.args
         self.state = trainer.state
@@ -255,14 +260,14 @@ class CardText:
         )
 
 
-def card_of(trainer: Any, name: str | None = None) -> ModelCard:
+def card_of(trainer: "TrainerRun", name: str | None = None) -> ModelCard:
     """The card of the adapter or the whole model that `trainer` trains, called `name` or like its output folder."""
     text = CardText(trainer, name)
     return ModelCard.from_template(text.data, template_path=_TEMPLATE, card=text, code=code, escape=escape)
 
 
 @nonfatal("the model card")
-def write_card(trainer: Any, folder: str | Path, name: str | None = None, tags: Sequence[str] = ()) -> None:
+def write_card(trainer: "TrainerRun", folder: str | Path, name: str | None = None, tags: Sequence[str] = ()) -> None:
     """Write [`card_of`] `trainer` into `folder`, with `tags` in addition to the usual ones."""
     card = card_of(trainer, name)
     card.data.tags += [tag for tag in tags if tag not in card.data.tags]
@@ -270,7 +275,7 @@ def write_card(trainer: Any, folder: str | Path, name: str | None = None, tags: 
     card.save(Path(folder, "README.md"))
 
 
-def write_first_card(trainer: Any, folder: str | Path) -> None:
+def write_first_card(trainer: "TrainerRun", folder: str | Path) -> None:
     """[`write_card`] if there is none, in place of PEFT's card.
 
     PEFT's card has nothing filled in but this machine's path to the base.

@@ -16,7 +16,7 @@ class CardInfo:
     accuracy_step: int | None = None  # optimizer step that `accuracy` is of; a card of other weights does not claim it
     data_license: str | None = None  # SPDX id of the training data
     recipe_file: str | None = None  # the YAML that was run
-    settings: Sequence[Any] = ()  # dataclasses of the other arguments: data, rewards, model, adapter
+    settings: Sequence = ()  # dataclasses of the other arguments: data, rewards, model, adapter
     command: Sequence[str] | None = None  # the launch line's words; the card leaves secrets and machine paths out
     quickstart_prompt: Any = None  # a prompt (text, or messages) for the quick start
     max_new_tokens: int = 64  # of the quick start

@@ -57,7 +57,7 @@ class RewardValues:
         )
 
 
-def checked(function: Any, name: str) -> Any:
+def checked(function: object, name: str) -> Any:
     """A reward function that raises an error with its `name` if what it returns cannot be rewards.
 
     A reward model is returned as it is.
@@ -74,7 +74,7 @@ def checked(function: Any, name: str) -> Any:
     return awaited if _is_async(function) else called
 
 
-def _checked_values(values: Any, name: str) -> Any:
+def _checked_values(values: object, name: str) -> Any:
     """What a reward function returned, for TRL; TRL's own errors for a text and for one number name no function.
 
     Raises:
@@ -90,7 +90,7 @@ def _checked_values(values: Any, name: str) -> Any:
     return values
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{value!r:.80} ({type(value).__name__})"
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import gather
@@ -15,6 +15,9 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from .checkpoints import last_complete_checkpoint
+
+if TYPE_CHECKING:
+    from ..trainer_run import TrainerRun
 
 # A terminal sends Ctrl-C to every process, and a launcher passes it on: within these seconds it is one Ctrl-C.
 _ONE_CTRL_C = 1.0
@@ -33,7 +36,7 @@ class StopAfterStep(TrainerCallback):
         self.has_stopped = False
         self._received_at = 0.0
 
-    def receive(self, number: int, _frame: Any) -> None:
+    def receive(self, number: int, _frame: object) -> None:
         """The handler of the signals."""
         if not self.received:
             self.received = number
@@ -52,7 +55,7 @@ class StopAfterStep(TrainerCallback):
 
 
 @contextmanager
-def stopping_after_step(trainer: Any, resume_command: str) -> Iterator[None]:
+def stopping_after_step(trainer: "TrainerRun", resume_command: str) -> Iterator[None]:
     """Train in this block: SIGINT and SIGTERM end it between two steps, see [`StopAfterStep`].
 
     Handlers that a user has set stay, and so does Ctrl-C in a notebook or at a prompt.
@@ -92,7 +95,7 @@ def stopping_after_step(trainer: Any, resume_command: str) -> Iterator[None]:
         raise SystemExit(128 + stop.received)
 
 
-def _line(trainer: Any, resume_command: str) -> str:
+def _line(trainer: "TrainerRun", resume_command: str) -> str:
     last = last_complete_checkpoint(trainer.args.output_dir)
     progress = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
     then = "no checkpoint was saved yet, start again" if last is None else f"continue from {last.name}"

@@ -7,7 +7,7 @@ TRL only; packed passes are compared with padded ones on every TRL (`prefix_shar
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import trl
@@ -23,7 +23,9 @@ from ...prefix_sharing.check import LIMITS_FP32, LIMITS_HALF, rounding_unit
 from ...prefix_sharing.dropout import without_dropout
 from ...prefix_sharing.problems import Status, is_out_of_memory, reason_of
 from ...prefix_sharing.ranks import reduced_over_ranks
-from ...utils.replaced import replaced
+
+if TYPE_CHECKING:
+    from ..trainer_run import TrainerRun
 
 logger = get_logger(__name__)
 
@@ -38,7 +40,7 @@ class Pair(NamedTuple):
     stock: type
 
     @classmethod
-    def of(cls, trainer: Any) -> "Pair":
+    def of(cls, trainer: "TrainerRun") -> "Pair":
         classes = type(trainer).__mro__
         first = {
             package: next(owner for owner in classes if owner.__module__.startswith(f"{package}."))
@@ -47,7 +49,7 @@ class Pair(NamedTuple):
         return cls(first["trl_fsdp_qlora"], first["trl"])
 
 
-def is_to_be_compared(trainer: Any) -> bool:
+def is_to_be_compared(trainer: "TrainerRun") -> bool:
     """Whether the first step of a trainer is to be compared; a line is logged for each name that its TRL lacks.
 
     If nothing is compared, a line has the reason. DeepSpeed steps in a backward, and FSDP1 keeps gradients in flat
@@ -70,7 +72,7 @@ def is_to_be_compared(trainer: Any) -> bool:
     return True
 
 
-def compare_first_step(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> None:
+def compare_first_step(trainer: "TrainerRun", model: nn.Module, inputs: dict[str, Any]) -> None:
     """Compare, and let the run continue as stock if the two ways differ. Collective.
 
     Args:
@@ -97,12 +99,17 @@ def compare_first_step(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -
 
 
 @contextmanager
-def forwards_as_stock(trainer: Any) -> Iterator[None]:
+def forwards_as_stock(trainer: "TrainerRun") -> Iterator[None]:
     """A block in which the forwards of a trainer's models run as in stock TRL."""
-    with ExitStack() as stack:
-        for sharing in filter(None, (trainer.sharing, trainer.reference_sharing)):
-            stack.enter_context(replaced(sharing, status=Status.as_stock("compared with stock TRL")))
+    sharings = [sharing for sharing in (trainer.sharing, trainer.reference_sharing) if sharing is not None]
+    before = [sharing.status for sharing in sharings]
+    try:
+        for sharing in sharings:
+            sharing.status = Status.as_stock("compared with stock TRL")
         yield
+    finally:
+        for sharing, status in zip(sharings, before, strict=True):
+            sharing.status = status
 
 
 def _telling(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +123,7 @@ def _telling(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "advantages": values.view(-1, *[1] * (advantages.ndim - 1)).expand_as(advantages)}
 
 
-def _difference(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> str | None:
+def _difference(trainer: "TrainerRun", model: nn.Module, inputs: dict[str, Any]) -> str | None:
     """What differs between the two losses and their gradients; `None` if it may be rounding."""
     # Two objects with the trainer's attributes, so that what a loss sets is forgotten. One has this package's methods,
     # the other TRL's alone. The user's own are not called: they may count their calls.
@@ -156,11 +163,9 @@ def _separate_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     try:
         for parameter in parameters:
             parameter.grad = None
-        with ExitStack() as stack:
-            if isinstance(model, DistributedDataParallel):
-                stack.enter_context(model.no_sync())
-            for group in fsdp.param_groups(model):  # accelerate's no_sync would keep these gradients for the next ones
-                stack.enter_context(replaced(group, reduce_grads=True, all_reduce_grads=True))
+        # Under FSDP2 accelerate's no_sync would keep these gradients for the next ones.
+        is_ddp = isinstance(model, DistributedDataParallel)
+        with model.no_sync() if is_ddp else fsdp.fsdp_reduces(model):
             yield parameters
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -175,14 +180,14 @@ def _norm(parameters: list[nn.Parameter]) -> float:
 
 
 @contextmanager
-def _leaving_no_trace(trainer: Any) -> Iterator[None]:
+def _leaving_no_trace(trainer: "TrainerRun") -> Iterator[None]:
     """In the block a trainer plans no step; then metrics and random numbers are as before."""
     lengths = {mode: {name: len(values) for name, values in of.items()} for mode, of in trainer._metrics.items()}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(replaced(trainer.telemetry, later=lambda *_: None))
+        stack.enter_context(trainer.telemetry.forgetting())
         if hasattr(trainer, "look_ahead"):
-            stack.enter_context(replaced(trainer.look_ahead, _step=None))
+            stack.enter_context(trainer.look_ahead.planning_nothing())
         yield
     for mode, of in trainer._metrics.items():
         for name in list(of):

@@ -22,6 +22,8 @@ from .rows import EpisodeRows, LossRows, episode_rows, equally_many
 from .step_scores import StepScores
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
     from ...compat.trl import FusedCausalLMOutput
     from .trl_pass import Request
 
@@ -47,7 +49,7 @@ class LookAhead:
 
     def __init__(
         self,
-        args: Any,
+        args: "TrainingArguments",
         accelerator: Accelerator,
         one_by_one: bool,
         coming: Callable[[int], Sequence[LossRows]],
@@ -78,6 +80,16 @@ class LookAhead:
         if self.scores is not None:
             self.scores.finish()
         self.forget()
+
+    @contextmanager
+    def planning_nothing(self) -> Iterator[None]:
+        """In the block no pass belongs to a micro-batch of an optimizer step."""
+        step = self._step
+        self._step = None
+        try:
+            yield
+        finally:
+            self._step = step
 
     @contextmanager
     def micro_batch(self, step: int, micro_batches: int) -> Iterator[None]:
@@ -199,7 +211,7 @@ class LookAhead:
         return StepScores(plan, batches, count == left_in_update, sharing.packed_model.router_losses)
 
 
-def _is_alike(value: Any, planned: Any, looks_at_values: bool) -> bool:
+def _is_alike(value: object, planned: Any, looks_at_values: bool) -> bool:
     """Whether an argument of the model is as planned.
 
     Tensors are compared by their shapes, and once also by their values, because a device would wait for every

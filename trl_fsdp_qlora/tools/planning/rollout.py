@@ -4,18 +4,21 @@ import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import torch
+from torch import nn
 from transformers import PretrainedConfig
 
+from ...compat.transformers import cache_name
 from ...engines.vllm.adapter_sync import RolloutError
 from ...engines.vllm.sync_choice import Place, choose_sync, why_own_base
 from ...prefix_sharing.facts import keeps_keys, layer_types, setting
 from ...prefix_sharing.recurrent.kinds import recurrent_layers
+from ...prefix_sharing.recurrent.level_by_level import StateCache
 from ..recipe.checks import lora_config
 from . import model
+from .fake_run import FakeRun
 from .hardware import Hardware
-from .passes import FakeRun
 from .settings import Settings
-from .steps import state_bytes
 
 
 def cache_bytes(run: FakeRun) -> tuple[int, int, int]:
@@ -50,6 +53,14 @@ def cache_bytes(run: FakeRun) -> tuple[int, int, int]:
     return sum(layers) + states, token * len(layers) * settings.prompt_tokens, step
 
 
+def state_bytes(layer: nn.Module, width: int) -> int:
+    """Bytes of the states that a recurrent layer of `width`, on the meta device, keeps of one row."""
+    dtype = next(p.dtype for p in layer.parameters() if p.is_floating_point())
+    cache = StateCache()
+    layer(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name(type(layer)): cache})
+    return sum(state.nbytes for state in cache.after.values())
+
+
 @dataclass(frozen=True)
 class Engine:
     """What a vLLM engine takes of a card.
@@ -79,7 +90,7 @@ class Engine:
 def plan_engine(run: FakeRun, hardware: Hardware) -> Engine | None:
     """The [`Engine`] of a run; `None` if it runs on another machine or not at all."""
     settings = run.settings
-    if not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
+    if settings.is_paired or not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
         return None
     sends_adapter, is_shared = choices(settings, run.config)
     dtype = model.compute_dtype(settings, run.config)

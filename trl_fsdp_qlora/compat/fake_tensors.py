@@ -1,0 +1,65 @@
+"""torch's fake tensors, on which `plan` runs a step: what code that meets them has to ask.
+
+Fake tensors of a plan are on the CPU, because autograd refuses those of a device that the installed torch lacks. Their
+mode has the type of the device for which the plan is made.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+__all__ = ["DeviceMode", "device_type", "is_fake", "real_tensors", "scratch_of_flash_backward", "without_repetition"]
+
+
+T = TypeVar("T")
+
+
+class DeviceMode(FakeTensorMode):
+    """A mode whose tensors are those of a device of another type, as far as our kernels see it.
+
+    Real tensors may be among the inputs: a batch, which is read on the host.
+
+    Attributes:
+        device_type: of this device.
+    """
+
+    def __init__(self, device_type: str):
+        super().__init__(allow_non_fake_inputs=True)
+        self.device_type = device_type
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no numbers."""
+    return isinstance(tensor, FakeTensor)
+
+
+def device_type(tensor: torch.Tensor) -> str:
+    """The type of a tensor's device; of a fake tensor, of the device for which a plan is made."""
+    if isinstance(tensor, FakeTensor):
+        return getattr(tensor.fake_mode, "device_type", tensor.device.type)
+    return tensor.device.type
+
+
+def real_tensors() -> AbstractContextManager:
+    """A context in which new tensors are real, also inside of a mode of fake tensors."""
+    return unset_fake_temporarily()
+
+
+def without_repetition(tiles: Sequence[T], tensor: torch.Tensor) -> Sequence[T]:
+    """The tiles in which a kernel computes `tensor`; the first two if it is fake: each later one takes their bytes."""
+    return tiles[:2] if is_fake(tensor) else tiles
+
+
+def scratch_of_flash_backward(query: torch.Tensor, key: torch.Tensor) -> None:
+    """Allocate and free what torch's flash backward needs inside, `(B, H, T, D)`, which its fake form leaves out.
+
+    It adds up the gradient of q in float32, and has those of k and v for each head of q until it ends
+    (`mha_varlen_bwd`).
+    """
+    scratch = [torch.empty_like(query, dtype=torch.float32)]
+    if query.shape[1] != key.shape[1]:
+        scratch += [key.new_empty(*query.shape[:2], *key.shape[2:]) for _ in range(2)]
+    del scratch

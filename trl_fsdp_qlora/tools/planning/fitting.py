@@ -1,0 +1,77 @@
+"""Lines of a recipe with which a run fits that does not fit as it is."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from .plan import MemoryPlan, changed
+
+# More lines than these are another recipe.
+_MOST_LINES = 4
+
+
+def lines_that_fit(plan: MemoryPlan) -> dict[str, Any]:
+    """Fields of the recipe, and the values with which the run fits; empty if none of those that are tried are enough.
+
+    Each line lowers the phase that needs most then. None of them changes what is learned, up to the order of sums: a
+    generation batch may be smaller, and a step has as many completions as before.
+    """
+    values: dict[str, Any] = {}
+    best = plan
+    while not best.fits and best.enough_cards and len(values) < _MOST_LINES:
+        phase = best.limiting
+        for candidate in _candidates(best):
+            tried = changed(best, **candidate)
+            if tried.total(phase) < best.total(phase):
+                values |= candidate
+                best = tried
+                break
+        else:
+            return {}
+    return values if best.fits else {}
+
+
+def as_words(values: dict[str, Any]) -> str:
+    """The lines as options of a command."""
+    return " ".join(f"--{name} {_word(value)}" for name, value in values.items())
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"'{json.dumps(value)}'"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _candidates(plan: MemoryPlan) -> Iterator[dict[str, Any]]:
+    """Values of fields that may lower the phase that needs most, the cheapest first."""
+    settings = plan.settings
+    if plan.limiting == "generate":
+        yield from _smaller_rollouts(plan)
+        if settings.launch.kind == "fsdp2" and settings.fsdp_gather != "per_layer":
+            yield {"fsdp_gather": "per_layer"}
+        return
+    rows = settings.per_device_train_batch_size
+    if not settings.checkpoints:
+        yield {"gradient_checkpointing": True}
+    row = settings.prompt_tokens + settings.completion_tokens
+    if not settings.is_paired and settings.prefix_sharing != "off" and settings.tokens_per_pass is None:
+        yield {"tokens_per_pass": row}
+    if rows > 1:  # as many completions in a step
+        yield {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": rows * settings.gradient_accumulation_steps,
+        }
+    if settings.checkpoints and not settings.offloads and plan.hardware.gpu:
+        yield {"gradient_checkpointing_kwargs": settings.checkpointing_kwargs | {"offload": True}}
+
+
+def _smaller_rollouts(plan: MemoryPlan) -> Iterator[dict[str, Any]]:
+    """Fewer micro-batches of completions that are generated at once, with whole groups over the ranks."""
+    settings = plan.settings
+    if settings.generation_batch_size and not settings.steps_per_generation:
+        return
+    batch = settings.per_device_train_batch_size * settings.launch.processes
+    for batches in range(settings.rollout_batches - 1, 0, -1):
+        divides = settings.gradient_accumulation_steps % batches == 0
+        if divides and batch * batches % settings.num_generations == 0:
+            yield {"steps_per_generation": batches}
