@@ -9,7 +9,14 @@ import trl
 from transformers import TrainerCallback
 
 from tests import tiny
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora import (
+    AStarPOConfig,
+    AStarPOTrainer,
+    EfficientGRPOConfig,
+    EfficientGRPOTrainer,
+    TSPMOConfig,
+    TSPMOTrainer,
+)
 
 STOCK = (trl.GRPOTrainer, trl.GRPOConfig)
 OURS = (EfficientGRPOTrainer, EfficientGRPOConfig)
@@ -255,3 +262,49 @@ def test_the_entropy_is_right_as_soon_as_a_step_has_ended(tmp_path, beta):
     _, run = trained(OURS, tmp_path, callback=Thermostat, beta=beta)
     logged = [row["entropy"] for row in run.state.log_history if "entropy" in row]
     assert read == pytest.approx(logged, abs=5e-4)  # as rounded for the log
+
+
+def test_a_second_pass_of_a_star_po_is_that_of_the_policy(tmp_path):
+    """A pass that no loss had requested counted as the old policy's, which A*-PO does not use: zeros."""
+    seen = []
+
+    class Bonus(AStarPOTrainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+            for context in (torch.enable_grad(), torch.no_grad()):
+                with context:
+                    logps, *_ = self._get_per_token_logps_and_entropies(
+                        model, ids, mask, inputs["completion_ids"].shape[1]
+                    )
+                seen.append(logps)
+            return loss - 0.1 * seen[-2].sum()
+
+    settings = {"num_generations": 1, "max_steps": 1, "value_samples": 2}
+    tiny.trainer(Bonus, AStarPOConfig, tmp_path, peft_config=tiny.lora(), **settings).train()
+    with_gradient, without = seen
+    assert with_gradient.requires_grad and not without.requires_grad
+    assert with_gradient.detach().any()
+    torch.testing.assert_close(with_gradient.detach(), without, rtol=1e-4, atol=1e-5)
+
+
+def test_a_subclass_of_t_spmo_reads_every_tokens_values(tmp_path):
+    """Its own loss needs branching tokens alone; the others were zero."""
+    read = []
+
+    class Reads(TSPMOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            values = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            read.append(values[0].detach())
+            return values
+
+    updates = []
+    for cls in (TSPMOTrainer, Reads):
+        torch.manual_seed(0)
+        run = tiny.trainer(cls, TSPMOConfig, tmp_path / cls.__name__, peft_config=tiny.lora(), max_steps=1)
+        run.train()
+        parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+        updates.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    inputs = run._buffered_inputs[0]
+    assert torch.equal(read[-1] != 0, inputs["completion_mask"].bool())
+    torch.testing.assert_close(updates[0], updates[1], rtol=1e-4, atol=1e-7)

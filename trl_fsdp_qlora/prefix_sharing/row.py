@@ -34,7 +34,8 @@ class PassRecord:
     would get what layers add.
 
     Attributes:
-        tokens, padded_tokens: number of tokens computed, and number of tokens of the padded batches.
+        tokens, row_tokens, padded_tokens: number of tokens computed, number of tokens of the rows that need them, and
+            number of tokens of the padded batches.
         seconds: time until the calls returned (on CUDA: until they were queued).
         layer_calls: backend name of each layer that ran, in order, recomputation included.
         problems: if this is a list, a layer that cannot be computed adds the reason to it and returns zeros, so that
@@ -43,6 +44,7 @@ class PassRecord:
 
     def __init__(self, problems: list[str] | None = None):
         self.tokens = 0
+        self.row_tokens = 0
         self.padded_tokens = 0
         self.seconds = 0.0
         self.layer_calls: list[str] = []
@@ -53,6 +55,7 @@ class PassRecord:
         """Count one more row."""
         self.tokens += packed_row.tokens
         if not packed_row.view.scores_nothing:
+            self.row_tokens += int((packed_row.forest.index_BL >= 0).sum())
             self.padded_tokens += packed_row.shape[0] * packed_row.shape[1]
 
     def metrics(self, prefix: str) -> dict[str, float]:

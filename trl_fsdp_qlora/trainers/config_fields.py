@@ -46,14 +46,19 @@ def own_fields(cls: type) -> list[dataclasses.Field]:
 def _annotations(cls: type) -> dict[str, Any]:
     """The types of the fields that `cls` defines, and of a class that extends TRL's those of our mixins, too."""
     stock = vars(cls).get("STOCK")
-    classes = (cls,) if stock is None else cls.__mro__[: cls.__mro__.index(stock)]
-    return {name: kind for base in reversed(classes) for name, kind in inspect.get_annotations(base).items()}
+    ours = (cls,)
+    if stock is not None:
+        ours = cls.__mro__[: cls.__mro__.index(stock)]
+    annotations = {}
+    for base in reversed(ours):
+        annotations.update(inspect.get_annotations(base))
+    return annotations
 
 
 def type_name(cls: type, item: dataclasses.Field) -> str:
     """`str`, `int | None`, `list[float] | None`, as written in `cls`; transformers' parser rewrites a field's type."""
-    kind = _annotations(cls)[item.name]
-    return kind.__name__ if type(kind) is type else str(kind)
+    annotation = _annotations(cls)[item.name]
+    return annotation.__name__ if type(annotation) is type else str(annotation)
 
 
 def default_of(item: dataclasses.Field) -> Any:
@@ -63,11 +68,15 @@ def default_of(item: dataclasses.Field) -> Any:
 
 def documented(cls: Config) -> Config:
     """Class decorator, above `@dataclass`: append the class's own fields to its docstring, from `metadata["help"]`."""
-    entries = []
+    lines = [(cls.__doc__ or "").rstrip(), "", "    Parameters:"]
+    indent = " " * 12
     for item in own_fields(cls):
         default = default_of(item)
-        default_text = "" if default is dataclasses.MISSING else f", *optional*, defaults to `{default!r}`"
-        text = textwrap.fill(item.metadata["help"], 100, initial_indent=" " * 12, subsequent_indent=" " * 12)
-        entries.append(f"        {item.name} (`{type_name(cls, item)}`{default_text}):\n{text}")
-    cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", "    Parameters:", *entries, "    "])
+        about = f"`{type_name(cls, item)}`"
+        if default is not dataclasses.MISSING:
+            about += f", *optional*, defaults to `{default!r}`"
+        lines.append(f"        {item.name} ({about}):")
+        lines.append(textwrap.fill(item.metadata["help"], 100, initial_indent=indent, subsequent_indent=indent))
+    lines.append("    ")
+    cls.__doc__ = "\n".join(lines)
     return cls

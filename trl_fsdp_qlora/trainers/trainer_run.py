@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..compat.older_gpus import casting_wide_sums
-from ..compat.peft import is_peft
+from ..compat.peft import card_written_by
 from ..compat.signatures import users_code
 from ..compat.transformers import take_checkpointing_options_apart
 from ..compat.trl import counts_experts, is_tested
@@ -22,7 +22,6 @@ from ..prefix_sharing.problems import Status
 from ..prefix_sharing.sharing import PromptSharing, SharingOptions, causal_language_model, install_sharing
 from ..utils.files import naming_full_disk
 from ..utils.plain import counted
-from ..utils.replaced import replaced
 from ..utils.threads import fitted_threads
 from .reporting.card_info import CardInfo
 from .reporting.phases import PhaseTimer, TelemetryCallback
@@ -191,20 +190,26 @@ class TrainerRun(ShardedQLoRAMixin):
         """Inside the block the trainer writes a checkpoint, which gets its name, and is pushed, once it is whole."""
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.checkpointing.writing(folder, self.state, self._rollouts_to_keep()):
-            staging = str(self.checkpointing.staging)
-            redirected = {"_get_output_dir": lambda trial: staging, "_push_from_checkpoint": lambda folder: None}
-            with replaced(self, **redirected):
-                yield
+            yield
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
+
+    def _get_output_dir(self, trial):
+        # A checkpoint is renamed when it is whole.
+        staging = self.checkpointing.staging
+        return super()._get_output_dir(trial) if staging is None else str(staging)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if self.checkpointing.staging is None:  # otherwise the checkpoint has no name yet
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save(self, output_dir=None, state_dict=None):
         from .reporting.card import write_first_card
 
         # PEFT writes our card, because its own contains nothing about the run.
         model = self.accelerator.unwrap_model(self.model)
-        card = {"create_or_update_model_card": partial(write_first_card, self)} if is_peft(model) else {}
-        with replaced(model, **card), naming_full_disk(output_dir or self.args.output_dir):
+        write = partial(write_first_card, self)
+        with card_written_by(model, write), naming_full_disk(output_dir or self.args.output_dir):
             super()._save(output_dir, state_dict)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):

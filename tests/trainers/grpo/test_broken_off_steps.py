@@ -152,12 +152,13 @@ def test_a_pass_that_cannot_be_computed_in_the_middle_of_a_step(tmp_path, split,
     run_planned = PromptSharing.run_planned
     begun = []
 
-    def fails_in_the_middle(sharing, forward, *args):
+    def fails_in_the_middle(sharing, call):
+        forward = call.instructions.forward
         if sharing.status.compared and not forward.view.scores_nothing and forward.record.problems is None:
             begun.append(forward)
             if len(begun) == FAILING[split]:
                 raise CannotPack("no backend can compute it")
-        return run_planned(sharing, forward, *args)
+        return run_planned(sharing, call)
 
     monkeypatch.setattr(PromptSharing, "run_planned", fails_in_the_middle)
     weights = []

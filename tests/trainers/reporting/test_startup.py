@@ -6,6 +6,7 @@ import sys
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.prefix_sharing.problems import Status
 from trl_fsdp_qlora.trainers.reporting.startup import startup_block
 from trl_fsdp_qlora.utils.plain import counted
 
@@ -64,7 +65,7 @@ def test_what_was_switched_off_and_what_runs_as_stock(tmp_path):
     assert block["on"] == ["whole groups in every micro-batch"]
     stock = {"beta": 0.1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), **stock)
-    grpo.sharing.disable("a layer of another kind")
+    grpo.sharing.status = Status.as_stock("a layer of another kind")
     block = headings(grpo)
     assert len(block["as stock TRL"]) == 3 and "off" not in block
     assert "a layer of another kind" in block["as stock TRL"][0] and "beta=0.1" in block["as stock TRL"][1]

@@ -32,6 +32,8 @@ from transformers.utils import logging
 import trl_fsdp_qlora as this_package
 
 from ...compat.trl import joined_images
+from ...compat.trl_rollouts import ROWS
+from ...errors import UserError
 from ...prefix_sharing.check import rounding_unit
 from ...prefix_sharing.dropout import draws, without_dropout
 from ...trainers.methods import METHODS, Method
@@ -253,6 +255,8 @@ def _completions(trainers: dict[str, Any], rows: list, spans: Spans) -> dict[str
         with replaced(trainer, _generate=generate_once):
             scored = trainer._generate_and_score_completions(copy.deepcopy(rows))
         spans[who, "scoring"].append((start, ours.clock.now()))
+        if ROWS in scored:
+            raise UserError("stock TRL trains no episodes of several rows: compare with history: append")
         torch.manual_seed(ours.args.seed)  # both slice in one order
         slices = micro_batches(scored, ours.num_generations, 0, ours.args.steps_per_generation)
         parts[who] = [joined_images(part) for part in slices[: ours.args.gradient_accumulation_steps]]

@@ -13,7 +13,7 @@ answers have two values. If a row has several lines, the last one counts.
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -78,7 +78,8 @@ class ReferenceValues:
     def read(self) -> dict[str, list[float]]:
         """Stored rewards by key. A line that a kill has cut off is left out."""
         stored = {}
-        for line in self.file.read_text(errors="replace").splitlines() if self.file.exists() else ():
+        text = self.file.read_text(errors="replace") if self.file.exists() else ""
+        for line in text.splitlines():
             try:
                 key, rewards = json.loads(line)
             except ValueError:
@@ -90,10 +91,14 @@ class ReferenceValues:
     def store(self, keys: list[str]) -> None:
         """Append the rewards of `keys`. A sample without a reward (a service was down) is drawn by the next run."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        scored = [(key, [reward for reward in self.rewards[key] if not math.isnan(reward)]) for key in keys]
+        lines = []
+        for key in keys:
+            scored = [reward for reward in self.rewards[key] if not math.isnan(reward)]
+            if scored:
+                # A line begins a new line, because the last one in the file may be cut off.
+                lines.append(f"\n{json.dumps([key, scored])}")
         with self.file.open("a") as file:
-            # A line begins a new line, because the last one in the file may be cut off.
-            file.write("".join(f"\n{json.dumps(entry)}" for entry in scored if entry[1]))
+            file.write("".join(lines))
 
     def fill(self, rows: dict[str, dict]) -> Report:
         """Draw and store the samples of `rows` (the same on every rank) that have none, and note all their values.
@@ -103,7 +108,7 @@ class ReferenceValues:
         """
         args = self.args
         ranks = self.accelerator.num_processes
-        missing = {key for key in rows if len(self.rewards.get(key, ())) < args.value_samples}
+        missing = {key for key in rows if self._count_of(key) < args.value_samples}
         already_known = len(rows) - len(missing)
         chunks = self._chunks(rows, missing)
         hidden = self.accelerator.process_index > 0 or args.disable_tqdm
@@ -115,23 +120,48 @@ class ReferenceValues:
                 if self.accelerator.is_main_process:
                     self.store(list(drawn))
                 bar.update(len(drawn))
+        self._estimate(rows)
+        return Report(len(rows), already_known, len(missing) * args.value_samples)
+
+    def _count_of(self, key: str) -> int:
+        """The number of samples whose rewards are there."""
+        return len(self.rewards.get(key, ()))
+
+    def _estimate(self, rows: Iterable[str]) -> None:
+        """Note V* of the rows with these keys, from the rewards of their samples.
+
+        Raises:
+            ValueError: no sample of any prompt got a reward.
+        """
+        unscored = 0
+        count = 0
         for key in rows:
-            rewards = self.rewards[key][: args.value_samples]
-            self.known[key] = optimal_value(rewards, args.value_estimator, args.beta1)
-        unscored = sum(math.isnan(self.known[key]) for key in rows)
-        if rows and all(map(math.isnan, self.known.values())):
+            rewards = self.rewards[key][: self.args.value_samples]
+            value = optimal_value(rewards, self.args.value_estimator, self.args.beta1)
+            self.known[key] = value
+            unscored += math.isnan(value)
+            count += 1
+        has_any_value = any(not math.isnan(value) for value in self.known.values())
+        if count and not has_any_value:
             raise ValueError("no prompt got a reward (None or NaN every time): does the service of the reward run?")
         if unscored:
-            logger.warning(f"{unscored} of {len(rows)} prompts got no reward and do not enter the loss")
-        return Report(len(rows), already_known, len(missing) * args.value_samples)
+            logger.warning(f"{unscored} of {count} prompts got no reward and do not enter the loss")
 
     def _chunks(self, rows: dict[str, dict], missing: set[str]) -> list[list[str]]:
         """The keys in `missing` as batches of prompts of similar length, which do not depend on what is missing."""
         size = self.args.value_batch_size
-        order = sorted(rows, key=lambda key: (len(str(rows[key]["prompt"])), key))
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
-        chunks = [[key for key in batch if key in missing] for batch in batches]
-        return [chunk for chunk in chunks if chunk]
+
+        def length_of(key: str) -> tuple[int, str]:
+            return len(str(rows[key]["prompt"])), key
+
+        by_length = sorted(rows, key=length_of)
+        chunks = []
+        for start in range(0, len(by_length), size):
+            batch = by_length[start : start + size]
+            chunk = [key for key in batch if key in missing]
+            if chunk:
+                chunks.append(chunk)
+        return chunks
 
     def _draw_turn(self, turn: list[list[str]], rows: dict[str, dict]) -> dict[str, list[float]]:
         """Draw the samples of each chunk of a turn, one on each rank; return the rewards by key. Collective."""
@@ -139,31 +169,42 @@ class ReferenceValues:
         drawn = {}
         # If there are fewer chunks than ranks, the others draw the first one with a sharded model, and else none.
         if rank < len(turn) or self.synced_gpus:
-            chunk = turn[rank if rank < len(turn) else 0]
-            rewards = self.draw([rows[key] for key in chunk], int(digest([self.args.seed, chunk])[:14], 16))
+            chunk = turn[rank] if rank < len(turn) else turn[0]
+            seed = int(digest([self.args.seed, chunk])[:14], 16)
+            rewards = self.draw([rows[key] for key in chunk], seed)
             drawn = dict(zip(chunk, rewards, strict=True))
-        return {key: rewards for part in gather_object([drawn]) for key, rewards in part.items()}
+        drawn_by_all = {}
+        for drawn_by_rank in gather_object([drawn]):
+            drawn_by_all.update(drawn_by_rank)
+        return drawn_by_all
 
     def of(self, rows: list[dict]) -> torch.Tensor:
         """V* of this rank's rows; values that are not known yet are estimated now. All ranks take part."""
         by_key = keyed(rows)
-        unseen = [(key, row) for key, row in by_key if key not in self.known]
-        unseen = dict(pair for pairs in gather_object([unseen]) for pair in pairs)
+        unseen_here = {key: row for key, row in by_key if key not in self.known}
+        unseen = {}
+        for unseen_by_rank in gather_object([unseen_here]):
+            unseen.update(unseen_by_rank)
         if unseen:
             self.fill(unseen)
-        return torch.tensor([self.known[key] for key, _ in by_key], dtype=torch.float32)
+        values = [self.known[key] for key, _ in by_key]
+        return torch.tensor(values, dtype=torch.float32)
 
 
 def keyed(rows: list[dict]) -> list[tuple[str, dict]]:
     """Returns each row as reward functions get it, with its key."""
-    rows = [{k: x for k, x in row.items() if k not in ("completion", "completion_ids")} for row in rows]
-    return [(digest(row), row) for row in rows]
+    keyed_rows = []
+    for row in rows:
+        columns = {name: value for name, value in row.items() if name not in ("completion", "completion_ids")}
+        keyed_rows.append((digest(columns), columns))
+    return keyed_rows
 
 
 def digest(value) -> str:
     """Hexadecimal SHA-256 of plain values, arrays and everything that `datasets` can hash."""
 
-    def plain(x):
-        return x.tolist() if hasattr(x, "tolist") else Hasher.hash(x)
+    def plain(part):
+        return part.tolist() if hasattr(part, "tolist") else Hasher.hash(part)
 
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=plain).encode()).hexdigest()
+    text = json.dumps(value, sort_keys=True, default=plain)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -218,7 +218,7 @@ class TokenBudget:
     def _log_change(self, why_not_skipped: str | None) -> None:
         """Log why completions are no longer skipped, which the start-up block has not said."""
         if why_not_skipped not in (None, self._logged):
-            logger.warning(f"Every token of every completion is computed, as in stock TRL: {why_not_skipped}.")
+            logger.warning_once(f"Every token of every completion is computed, as in stock TRL: {why_not_skipped}.")
         self._logged = why_not_skipped
 
     def _choice(self, inputs: dict[str, Any], strategy: str, skips: bool, draw: tuple[int, int]) -> Choice:

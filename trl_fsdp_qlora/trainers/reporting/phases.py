@@ -8,7 +8,7 @@ the padded one that stock TRL runs.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -180,12 +180,17 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
         int64 `(6,)`: padded tokens, valid tokens, valid tokens with each group's prompt once, completions, those with
         zero advantage, completion tokens.
     """
-    prompt_B = batch["prompt_mask"].sum(1)
-    completion_tokens = batch["completion_mask"].sum()
+    prompt_mask_BP = batch["prompt_mask"]
+    completion_mask_BC = batch["completion_mask"]
+    prompt_B = prompt_mask_BP.sum(1)
+    completion_tokens = completion_mask_BC.sum()
     rows = len(prompt_B)
-    padded = rows * (batch["prompt_mask"].size(1) + batch["completion_mask"].size(1))
+    padded = rows * (prompt_mask_BP.size(1) + completion_mask_BC.size(1))
     advantages = batch.get("advantages")  # another TRL may name them otherwise
-    zero = completion_tokens * 0 if advantages is None else (advantages.view(rows, -1) == 0).all(1).sum()
+    if advantages is None:
+        zero = completion_tokens * 0
+    else:
+        zero = (advantages.view(rows, -1) == 0).all(1).sum()
     valid = prompt_B.sum() + completion_tokens
     once = prompt_B[::group_size].sum() + completion_tokens
     # `new_full` fills a number in on the device. The host would wait for a copy to the device.
@@ -222,6 +227,13 @@ class TelemetryCallback(TrainerCallback):
     def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
         """When metrics are logged, call `finish` with the numbers in `sums_N` `(N,)`; `finish` stores them."""
         self._held.append((sums_N.detach(), finish))
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """After the block nothing is left of what was put off inside."""
+        held = len(self._held)
+        yield
+        del self._held[held:]
 
     @nonfatal("a deferred metric")
     def flush(self) -> None:

@@ -157,9 +157,9 @@ def first_prompt(
     is_streamed = isinstance(data, IterableDataset)
     if tokenize is None or is_streamed or PICTURES & columns or "prompt" not in columns:
         return None
-    prompt = data[0]["prompt"]
-    all_ids, *_ = tokenize([prompt])
-    ids = all_ids[0]
+    prompts = [data[0]["prompt"]]
+    ids_of_prompts, *_ = tokenize(prompts)
+    ids = ids_of_prompts[0]
     text = decode(ids)
     omitted = len(text) - _PROMPT_CHARACTERS
     if omitted > 0:

@@ -10,7 +10,7 @@ import time
 import datasets
 import huggingface_hub.utils
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...utils.nonfatal import nonfatal
@@ -24,6 +24,11 @@ def _number(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
+
+
+def _figures(logs: dict[str, float], *names: str) -> list[str]:
+    """Name and value of those that were logged, each once."""
+    return [f"{name} {_number(logs[name])}" for name in dict.fromkeys(names) if name in logs]
 
 
 def _duration(seconds: float) -> str:
@@ -63,21 +68,27 @@ class EfficientProgress(TrainerCallback):
         if not state.is_world_process_zero:
             return
         step = state.global_step
-        best = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
-        names = dict.fromkeys(("eval_loss", "eval_reward", best))
-        evaluated = [f"{name} {_number(logs[name])}" for name in names if name in logs]
+        best = (args.metric_for_best_model or "loss").removeprefix("eval_")
+        evaluated = _figures(logs, "eval_loss", "eval_reward", f"eval_{best}")
         if "train_runtime" in logs:
             print(f"trained to step {step} in {_duration(logs['train_runtime'])}", flush=True)
         elif evaluated:
             print(f"step {step}: {'  '.join(evaluated)}", flush=True)
         elif "loss" in logs and step > self._first_step:
-            figures = [f"step {step:>{len(str(state.max_steps))}}/{state.max_steps}"]
-            figures += [f"{name} {_number(logs[name])}" for name in ("loss", "reward") if name in logs]
-            if "accuracy" in logs:
-                figures.append(f"accuracy {100 * logs['accuracy']:.1f}%")
-            seconds = (time.perf_counter() - self._began) / (step - self._first_step)
-            figures += [f"{seconds:.2f} s/step", f"{_duration(seconds * (state.max_steps - step))} left"]
-            print("  ".join(figures), flush=True)
+            print(self._line(state, logs), flush=True)
+
+    def _line(self, state: TrainerState, logs: dict[str, float]) -> str:
+        """The line of a training step."""
+        step = state.global_step
+        last = str(state.max_steps)
+        figures = [f"step {step:>{len(last)}}/{last}", *_figures(logs, "loss", "reward")]
+        if "accuracy" in logs:
+            percent = 100 * logs["accuracy"]
+            figures.append(f"accuracy {percent:.1f}%")
+        seconds = (time.perf_counter() - self._began) / (step - self._first_step)
+        left = seconds * (state.max_steps - step)
+        figures += [f"{seconds:.2f} s/step", f"{_duration(left)} left"]
+        return "  ".join(figures)
 
 
 def use_terminal(trainer: Trainer) -> None:

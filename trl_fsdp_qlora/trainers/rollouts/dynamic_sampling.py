@@ -37,11 +37,18 @@ class DrawnRow(NamedTuple):
 def to_rows(generated: Generated, extras: dict[str, list]) -> list[DrawnRow]:
     """Split a result of `GRPOTrainer._generate` for text prompts, and the columns of `extras`, into rows."""
     count = len(generated.prompt_ids)
-    logprobs = [None] * count if generated.logprobs is None else generated.logprobs
     columns = {name: values for name, values in extras.items() if len(values) == count}
-    logged = [{name: values[i] for name, values in columns.items()} for i in range(count)]
-    parts = (generated.prompt_ids, generated.completion_ids, generated.completions, logprobs, logged)
-    return [DrawnRow(*row) for row in zip(*parts, strict=True)]
+    rows = []
+    for i in range(count):
+        row = DrawnRow(
+            prompt_ids=generated.prompt_ids[i],
+            completion_ids=generated.completion_ids[i],
+            completion=generated.completions[i],
+            logprobs=None if generated.logprobs is None else generated.logprobs[i],
+            extras={name: values[i] for name, values in columns.items()},
+        )
+        rows.append(row)
+    return rows
 
 
 class ScoredRows(list):
@@ -84,7 +91,10 @@ def groups_with_variance(
     If the functions are normalised one by one (`normalizes_each`), one of them is enough; otherwise their weighted sum
     has to differ.
     """
-    weighted_NK = rewards_NK * weights_K.to(rewards_NK) if normalizes_each else combine(rewards_NK, weights_K)[:, None]
+    if normalizes_each:
+        weighted_NK = rewards_NK * weights_K.to(rewards_NK)
+    else:
+        weighted_NK = combine(rewards_NK, weights_K).unsqueeze(1)
     groups = weighted_NK.unflatten(0, (-1, group_size))
     highest = groups.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1)
     lowest = groups.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(1)
@@ -143,14 +153,17 @@ class DynamicSampling:
         while len(padded) * size % ranks:  # every rank draws the same number of rows
             padded.append(padded[-1])
         per_rank = len(padded) * size // ranks
-        scored = draw([padded[i // size] for i in range(rank * per_rank, (rank + 1) * per_rank)])
+        first = rank * per_rank
+        rows_of_rank = [padded[i // size] for i in range(first, first + per_rank)]
+        scored = draw(rows_of_rank)
         drawn = gather_object(scored.drawn) if ranks > 1 else scored.drawn
-        rewards = scored.rewards_NK[: len(prompts) * size]
-        completions = [drawn[i : i + size] for i in range(0, len(rewards), size)]
-        return [
-            _Group(*group)
-            for group in zip(prompts, completions, rewards.split(size), is_varied(rewards).tolist(), strict=True)
-        ]
+        rewards_NK = scored.rewards_NK[: len(prompts) * size]
+        varied = is_varied(rewards_NK).tolist()
+        groups = []
+        for i, prompt in enumerate(prompts):
+            rows = slice(i * size, (i + 1) * size)
+            groups.append(_Group(prompt, drawn[rows], rewards_NK[rows], varied[i]))
+        return groups
 
     def fill(self, inputs: list[dict], draw: Draw, is_varied: IsVaried) -> tuple[ScoredRows, dict[str, float]]:
         """Draw the groups to train on, replace those without variance by other prompts' groups, and return metrics.
@@ -166,7 +179,8 @@ class DynamicSampling:
         size = self.args.num_generations
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
-        prompts = (gather_object(list(inputs)) if ranks > 1 else list(inputs))[::size]
+        rows_of_all = gather_object(list(inputs)) if ranks > 1 else list(inputs)
+        prompts = rows_of_all[::size]
         columns = list(prompts[0])
         groups = self._draw(prompts, draw, is_varied)
         metrics = {"rounds": 0.0, "further_prompts": 0.0, "surplus_groups": 0.0}
@@ -186,15 +200,21 @@ class DynamicSampling:
             metrics["rounds"] += 1
             metrics["further_prompts"] += count
             metrics["surplus_groups"] += max(0, len(varied) - len(slots))
-        metrics["frac_zero_variance"] = sum(not group.is_varied for group in groups) / len(groups)
+        equal = [group for group in groups if not group.is_varied]
+        metrics["frac_zero_variance"] = len(equal) / len(groups)
         if metrics["frac_zero_variance"] and max_rounds:
             logger.warning_once(
                 f"dynamic_sampling: after {max_rounds} rounds some groups still have equal rewards and stay in the "
                 "batch; the metric dynamic_sampling/frac_zero_variance is their fraction. Raise "
                 "dynamic_sampling_max_rounds to lower it; if it stays at 1, look at the rewards of a few completions"
             )
-        rows_of_rank = range(rank * len(inputs), (rank + 1) * len(inputs))
-        rows = [groups[i // size].prompt for i in rows_of_rank]
-        drawn_of_rank = [groups[i // size].completions[i % size] for i in rows_of_rank]
+        first = rank * len(inputs)
+        rows_of_rank = []
+        drawn_of_rank = []
+        for i in range(first, first + len(inputs)):
+            group = groups[i // size]
+            rows_of_rank.append(group.prompt)
+            drawn_of_rank.append(group.completions[i % size])
+        rewards_NK = torch.cat([group.rewards_GK for group in groups])
         prefixed = {f"dynamic_sampling/{name}": value for name, value in metrics.items()}
-        return ScoredRows(rows, drawn_of_rank, torch.cat([group.rewards_GK for group in groups])), prefixed
+        return ScoredRows(rows_of_rank, drawn_of_rank, rewards_NK), prefixed

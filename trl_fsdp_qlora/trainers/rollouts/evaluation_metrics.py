@@ -58,14 +58,19 @@ class EvaluationMetrics:
             return {}
         batches_of_ranks = gather_object([self._rows])
         # In the order of TRL's sampler: batch by batch, and in each batch rank by rank.
-        rows = [row for batches in zip(*batches_of_ranks, strict=True) for batch in batches for row in batch][:count]
-        rewards_KN = torch.cat(self._rewards_NK)[:count].T.tolist()
+        rows = []
+        for batch_of_ranks in zip(*batches_of_ranks, strict=True):
+            for batch in batch_of_ranks:
+                rows += batch
+        rewards_NK = torch.cat(self._rewards_NK)
         self.begin()
-        return on_main(lambda: self._call(rows, rewards_KN)) or {}
+        return on_main(lambda: self._call(rows[:count], rewards_NK[:count])) or {}
 
     @nonfatal("compute_metrics")
-    def _call(self, rows: list[dict[str, Any]], rewards_KN: list[list[float]]) -> dict[str, float]:
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        rewards = dict(zip(self.reward_names, rewards_KN, strict=True))
-        metrics = self.function(**columns | {"rewards": rewards})
+    def _call(self, rows: list[dict[str, Any]], rewards_NK: torch.Tensor) -> dict[str, float]:
+        arguments = {}
+        for name in rows[0]:
+            arguments[name] = [row[name] for row in rows]
+        arguments["rewards"] = dict(zip(self.reward_names, rewards_NK.T.tolist(), strict=True))
+        metrics = self.function(**arguments)
         return {name: float(value) for name, value in metrics.items()}

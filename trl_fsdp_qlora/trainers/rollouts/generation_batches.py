@@ -1,6 +1,6 @@
 """How often a generation batch is drawn, whether groups are whole in it, and its completions for a page of the run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,8 +30,10 @@ def lengths_and_ends(batch: Mapping[str, torch.Tensor], ends: list[int]) -> torc
     tokens_B = batch["completion_mask"].sum(1)
     last_B1 = (tokens_B - 1).clamp(min=0).unsqueeze(1)
     last_token_B = batch["completion_ids"].gather(1, last_B1).squeeze(1)
-    has_ended_B = torch.isin(last_token_B, torch.tensor(ends, device=last_token_B.device)) & (tokens_B > 0)
-    return torch.stack([tokens_B, (~has_ended_B).to(tokens_B.dtype)], dim=1)
+    end_tokens = torch.tensor(ends, device=last_token_B.device)
+    has_ended_B = torch.isin(last_token_B, end_tokens) & (tokens_B > 0)
+    was_cut_B = (~has_ended_B).to(tokens_B.dtype)
+    return torch.stack([tokens_B, was_cut_B], dim=1)
 
 
 def drawn_rows(logs: Mapping[str, Any], lengths_N2: torch.Tensor, has_images: bool) -> dict[str, Any]:
@@ -40,14 +42,16 @@ def drawn_rows(logs: Mapping[str, Any], lengths_N2: torch.Tensor, has_images: bo
     If the batch has no images, those in `logs` are of an earlier one.
     """
     count = len(lengths_N2)
-    last = {name: list(logs[name])[-count:] for name in ("prompt", "completion", "advantages")}
-    rows = {
-        "prompt": last["prompt"],
-        "completion": last["completion"],
-        "advantage": last["advantages"],
-        "images": list(logs["images"])[-count:] if has_images else [None] * count,
+
+    def last(values: Iterable) -> list:
+        return list(values)[-count:]
+
+    return {
+        "prompt": last(logs["prompt"]),
+        "completion": last(logs["completion"]),
+        "advantage": last(logs["advantages"]),
+        "images": last(logs["images"]) if has_images else [None] * count,
         "lengths": lengths_N2,
+        "rewards": {name: last(values) for name, values in logs["rewards"].items()},
+        "extra": {name: last(values) for name, values in logs["extra"].items()},
     }
-    for kind in ("rewards", "extra"):
-        rows[kind] = {name: list(values)[-count:] for name, values in logs[kind].items()}
-    return rows

@@ -5,11 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 
 from ...compat.signatures import parameters_of
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import check_batch, foreign_turn, rewarding_with, shuffling_by
+from ...compat.trl_rollouts import ROWS, check_batch, foreign_turn, rewarding_with, shuffling_by
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
@@ -19,6 +21,7 @@ from ..step.look_ahead import LookAhead
 from ..step.rows import LossRows
 from ..step.trl_pass import Request, TrlPass
 from ..trainer_run import TrainerRun
+from .episodes import text_of_rows
 from .evaluation_metrics import CompletionMetrics, EvaluationMetrics
 from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
 from .rewards import RewardValues, checked
@@ -140,8 +143,15 @@ class OnPolicyRun(TrainerRun):
             if self.keeps_drawn_rows:
                 lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
                 self.drawn_rows = drawn_rows(self._logs, lengths, "pixel_values" in batch)
+                if ROWS in batch:
+                    texts = [text_of_rows(rows, self._tokenizer.decode) for rows in batch[ROWS]]
+                    self.drawn_rows["extra"]["rows"] = gather_object(texts)
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
             self._add_metrics(self.clock.efficiency(counts))
+            if ROWS in batch:
+                rows = torch.tensor([len(rows) for rows in batch[ROWS]], device=counts.device)
+                rows = self.accelerator.gather(rows)
+                self._add_metrics({"episodes/rows_mean": rows.float().mean().item()})
             return shuffled_groups(batch, self.num_generations, self.accelerator.process_index)
 
         return joined_images(shuffling_by(shuffle, super()._prepare_inputs)(generation_batch))

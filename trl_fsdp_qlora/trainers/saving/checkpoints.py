@@ -297,10 +297,13 @@ def remove_old(newest: Path, limit: int | None, best: str | None) -> None:
     checkpoints = checkpoints_in(newest.parent)
     if limit is None or limit <= 0:
         return
-    stays = {newest, None if best is None else Path(best)}
+    stays = {newest}
+    if best is not None:
+        stays.add(Path(best))
+    last_step = step_of(newest)
     removable = [path for path in checkpoints if path not in stays]
-    left_behind = [path for path in removable if step_of(path) > step_of(newest)]
-    earlier = [path for path in removable if step_of(path) < step_of(newest)]
+    left_behind = [path for path in removable if step_of(path) > last_step]
+    earlier = [path for path in removable if step_of(path) < last_step]
     surplus = max(0, len(checkpoints) - limit)
     for path in (left_behind + earlier)[:surplus]:
         # First rename it: a run killed in the middle leaves nothing that looks like a checkpoint.

@@ -20,8 +20,10 @@ from . import input_checks as checks
 
 logger = get_logger(__name__)
 
+Call = dict[str, Any]  # the arguments of a trainer's constructor, by the names that they have in TRL
 
-def bound_to(stock: type, positional: tuple, named: dict[str, Any], ours: tuple[str, ...] = ()) -> dict[str, Any]:
+
+def bound_to(stock: type, positional: tuple, named: Call, ours: tuple[str, ...] = ()) -> Call:
     """The arguments of a constructor call by the names that they have in TRL's trainer `stock`.
 
     `ours` are names of arguments that this package's trainer takes in addition.
@@ -31,21 +33,23 @@ def bound_to(stock: type, positional: tuple, named: dict[str, Any], ours: tuple[
         UserError: there is no model.
     """
     names = parameters_of(stock, "__init__")
+    for name in named:
+        if name not in names and name not in ours:
+            hint = ": the reference is made of `model` itself, and beta weighs it" if name == "ref_model" else ""
+            raise TypeError(f"{stock.__name__} has no argument {name!r}{hint}")
+    if len(positional) > len(names):
+        raise TypeError(f"{stock.__name__} takes {len(names)} arguments by their places, and got {len(positional)}")
     by_place = dict(zip(names, positional, strict=False))
-    unknown = next((name for name in named if name not in (*names, *ours)), None)
-    if unknown is not None:
-        hint = ": the reference is made of `model` itself, and beta weighs it" if unknown == "ref_model" else ""
-        raise TypeError(f"{stock.__name__} has no argument {unknown!r}{hint}")
-    if len(positional) > len(names) or by_place.keys() & named.keys():
-        twice = ", ".join(by_place.keys() & named.keys()) or f"at most {len(names)}"
-        raise TypeError(f"{stock.__name__} got {len(positional)} positional arguments, and takes {twice} once")
+    twice = by_place.keys() & named.keys()
+    if twice:
+        raise TypeError(f"{stock.__name__} got {', '.join(sorted(twice))} twice")
     call = by_place | named
     if call.get("model") is None:
         raise UserError("model is None, or was left out: give the name of a model, a folder, or a model")
     return call
 
 
-def adapter_and_base(call: dict[str, Any]) -> tuple[Any, Any]:
+def adapter_and_base(call: Call) -> tuple[Any, Any]:
     """The config of the adapter to train, and that of the base's quantization; `None` if there is none."""
     model = call["model"]
     peft_config = call.get("peft_config")
@@ -82,7 +86,7 @@ def config_or_default(cls: type, args: Any, model: Any, suffix: str) -> Any:
     return args
 
 
-def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
+def completed(call: Call, cls: type, suffix: str) -> Call:
     """A trainer's arguments with a complete config of `cls`. Logs a warning for numbers that can only be a mistake.
 
     Raises:
@@ -95,21 +99,21 @@ def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
         raise UserError(f"args is a {type(config).__name__}; for {suffix} make a {cls.__name__} of the same fields")
     args = cls.complete(config) or config_or_default(cls, None, model, suffix)
     for item in fields(args):
-        if item.type is float and isinstance(vars(args)[item.name], str):
-            text = vars(args)[item.name]
-            raise UserError(f"{item.name}={text!r} is text, and a number is needed: write {item.name}={text}")
+        value = vars(args)[item.name]
+        if item.type is float and isinstance(value, str):
+            raise UserError(f"{item.name}={value!r} is text, and a number is needed: write {item.name}={value}")
     dataset = call.get("train_dataset")
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise UserError("the training dataset has no rows")
     for line in checks.mistakes(args):
         logger.warning(line)  # not an error, because TRL accepts these values
-    options = args.model_init_kwargs or {}
-    peft_config = checks.language_model_only(call.get("peft_config"), model, options.get("revision"), dataset)
+    revision = (args.model_init_kwargs or {}).get("revision")
+    peft_config = checks.language_model_only(call.get("peft_config"), model, revision, dataset)
     checks.check_processes(args.world_size)
     return {**call, "args": args, "peft_config": peft_config}
 
 
-def check_prompts(call: dict[str, Any], needs_prompt: bool = True) -> None:
+def check_prompts(call: Call, needs_prompt: bool = True) -> None:
     """Refuse a dataset for which a trainer cannot draw completions, see [`checks.check_dataset`]."""
     args = call["args"]
     dataset = call.get("train_dataset")
@@ -120,7 +124,7 @@ def check_prompts(call: dict[str, Any], needs_prompt: bool = True) -> None:
         checks.check_texts(dataset, "prompt")
 
 
-def check_pairs(call: dict[str, Any]) -> None:
+def check_pairs(call: Call) -> None:
     """Refuse a dataset without preference pairs, and a reference model by its name, which TRL does not load."""
     dataset = call.get("train_dataset")
     if dataset is not None:
@@ -133,7 +137,7 @@ def check_pairs(call: dict[str, Any]) -> None:
         )
 
 
-def check_rewards(call: dict[str, Any]) -> None:
+def check_rewards(call: Call) -> None:
     """Refuse what is no reward, before the policy is loaded.
 
     Raises:
@@ -154,7 +158,7 @@ def check_rewards(call: dict[str, Any]) -> None:
             )
 
 
-def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, Any]:
+def with_base_loaded(call: Call, needs_reference: bool) -> Call:
     """A trainer's arguments, with the base loaded if it is named, in 4 bits and sharded by FSDP2.
 
     Args:

@@ -62,8 +62,10 @@ def too_long(max_completion_length: int | None, model_config: Any) -> str | None
     config = model_config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {each.get("rope_type", "default") for each in [rope, *rope.values()] if isinstance(each, dict)}
-    if not isinstance(positions, int) or kinds - {"default"} or (max_completion_length or 0) <= positions:
+    tables = [rope, *rope.values()]  # of all layers, or of each type of layer
+    is_scaled = any(table.get("rope_type", "default") != "default" for table in tables if isinstance(table, dict))
+    length = max_completion_length or 0
+    if is_scaled or not isinstance(positions, int) or length <= positions:
         return None
     return (
         f"max_completion_length={max_completion_length} is more than all {positions} positions of the model; lower it"
@@ -133,11 +135,10 @@ def check_texts(dataset: Any, column: str) -> None:
     if not isinstance(dataset, Dataset):
         return
     # One value has the type of all, but for missing ones, which the column's table counts.
+    texts = dataset.select_columns([column])
     suspects = [0]
     if dataset.data.column(column).null_count:
-        for start, part in enumerate(dataset.select_columns([column]).with_format("arrow").iter(_ROWS)):
-            suspects += [start * _ROWS + i for i, is_null in enumerate(part[column].is_null().to_pylist()) if is_null]
-    texts = dataset.select_columns([column])
+        suspects += _missing(texts, column)
     for row in suspects[:2]:
         value = texts[row][column]
         if not isinstance(value, (str, list)):
@@ -146,6 +147,16 @@ def check_texts(dataset: Any, column: str) -> None:
                 f"row {row + 1:,} of the training dataset has {value!r:.80} in `{column}`, which takes a text or "
                 f"messages{remedy if value is None else ''}"
             )
+
+
+def _missing(texts: Dataset, column: str) -> list[int]:
+    """The rows without a value in a column."""
+    rows = []
+    for number, part in enumerate(texts.with_format("arrow").iter(_ROWS)):
+        is_missing = part[column].is_null().to_pylist()
+        first = number * _ROWS
+        rows += [first + i for i, missing in enumerate(is_missing) if missing]
+    return rows
 
 
 def language_model_only(

@@ -25,10 +25,13 @@ def check_nodes(model: nn.Module, accelerator: Accelerator) -> None:
         return
     # Other ranks of a node hold no weights, or those that they will get from these.
     has_read = accelerator.is_local_main_process or reads_checkpoint(accelerator.process_index)
-    sums_of_ranks = gather_object([frozen_sums(model) if has_read else None])
-    sums_of_readers = [sums for sums in sums_of_ranks if sums]
-    for name in sums_of_readers[0] if sums_of_readers else ():
-        if len({sums.get(name) for sums in sums_of_readers}) > 1:
+    sums = frozen_sums(model) if has_read else {}
+    sums_of_readers = [sums for sums in gather_object([sums]) if sums]
+    if not sums_of_readers:
+        return  # every weight is trained, or none has data here
+    first, *others = sums_of_readers
+    for name, value in first.items():
+        if any(sums.get(name) != value for sums in others):
             raise UserError(
                 f"the nodes loaded different weights under one name (the first that differs is {name}): let them "
                 "share a folder, or name one commit as the model's revision"
