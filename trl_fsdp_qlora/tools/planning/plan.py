@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import psutil
 from transformers import PretrainedConfig
 
+from ...prefix_sharing.ranks import deciding_alone
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import read_config
 from . import model
@@ -145,7 +146,8 @@ def make_plan(
     level = logger.level
     logger.setLevel(logging.ERROR)  # the libraries' messages are for a user who trains the model
     try:
-        with warnings.catch_warnings(action="ignore"):
+        # Within a launch the main rank plans alone.
+        with warnings.catch_warnings(action="ignore"), deciding_alone():
             run = FakeRun(settings, config, hardware.gpu)
             engine = plan_engine(run, hardware)
             phases = _phases(run, hardware, engine)
