@@ -17,7 +17,7 @@ Short rows, and modules with something unknown inside, run as before.
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -278,43 +278,62 @@ class _Call:
 
     def backward(self, inputs: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> list[torch.Tensor | None]:
         """The gradients of inputs and weights, for which `needs` is true; summed over the tiles."""
-        needs_inputs = needs[: len(inputs)]
-        grads = [torch.empty_like(x) if needed else None for x, needed in zip(inputs, needs_inputs, strict=True)]
-        sums: dict[int, torch.Tensor] = {}
-        wanted_weights = [i for i, needed in enumerate(needs[len(inputs) :]) if needed]
+        count = len(inputs)
+        of_inputs: list[torch.Tensor | None] = [None] * count
+        for i, x in enumerate(inputs):
+            if needs[i]:
+                of_inputs[i] = torch.empty_like(x)
+        of_weights: list[torch.Tensor | None] = [None] * len(self.weights)
+        needed_weights = [i for i in range(len(self.weights)) if needs[count + i]]
         replayed = nullcontext() if self.random_state is None else self.random_state.again()
         with replayed, torch.enable_grad(), self._autocast():
             for tile in without_repetition(self.tiles, inputs[0]):
-                parts = [self._cut(x, tile).detach().contiguous() for x in inputs]
-                wanted = [x.requires_grad_() for x, needed in zip(parts, needs_inputs, strict=True) if needed]
-                wanted += [self.weights[i] for i in wanted_weights]
-                outs = [self._call_function(*parts)]
-                if self.grads[1] is not None:
-                    outs.append(self.norm.token_tiles.own_forward(outs[0]))
-                # An adapter that this tile was drawn to leave out leaves nothing that has gradients.
-                with_grads = [i for i, out in enumerate(outs) if self.grads[i] is not None and out.requires_grad]
-                of_tile: Any = [None] * len(wanted)
-                if with_grads:
-                    of_tile = torch.autograd.grad(
-                        [outs[i] for i in with_grads],
-                        wanted,
-                        [self._cut(self.grads[i], tile) for i in with_grads],
-                        allow_unused=True,
-                    )
-                of_tile = iter(of_tile)
-                del parts, wanted, outs
-                for grad in filter(torch.is_tensor, grads):
-                    part = next(of_tile)
-                    where = self._cut(grad, tile)
-                    where.zero_() if part is None else where.copy_(part)
-                for i, part in zip(wanted_weights, of_tile, strict=True):
-                    if part is not None:
-                        # Sums of half-precision numbers would be rounded once for each tile.
-                        wide = part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
-                        sums[i] = sums[i].add_(wide) if i in sums else wide
+                parts = []
+                for x, gradient in zip(inputs, of_inputs, strict=True):
+                    part = self._cut(x, tile).detach().contiguous()
+                    parts.append(part.requires_grad_(gradient is not None))
+                leaves = [part for part in parts if part.requires_grad]
+                leaves += [self.weights[i] for i in needed_weights]
+                of_leaves = iter(self._gradients_of_tile(tile, parts, leaves))
+                for gradient in of_inputs:
+                    if gradient is None:
+                        continue
+                    of_part = next(of_leaves)
+                    place = self._cut(gradient, tile)
+                    if of_part is None:
+                        place.zero_()
+                    else:
+                        place.copy_(of_part)
+                for i, of_weight in zip(needed_weights, of_leaves, strict=True):
+                    of_weights[i] = _added(of_weights[i], of_weight)
         self.grads = [None, None]
-        of_weights = [sums[i].to(weight.dtype) if i in sums else None for i, weight in enumerate(self.weights)]
-        return grads + of_weights
+        for i, weight in enumerate(self.weights):
+            total = of_weights[i]
+            if total is not None:
+                of_weights[i] = total.to(weight.dtype)
+        return of_inputs + of_weights
+
+    def _gradients_of_tile(
+        self, tile: slice, parts: list[torch.Tensor], leaves: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Run a tile again, and return the gradients of its leaves."""
+        of_module, of_norm = self.grads
+        out = self._call_function(*parts)
+        outs = [out]
+        gradients = [of_module]
+        if of_norm is not None:
+            outs.append(self.norm.token_tiles.own_forward(out))
+            gradients.append(of_norm)
+        with_gradient = []
+        of_outs = []
+        for out, gradient in zip(outs, gradients, strict=True):
+            # An adapter that this tile was drawn to leave out leaves nothing that has gradients.
+            if gradient is not None and out.requires_grad:
+                with_gradient.append(out)
+                of_outs.append(self._cut(gradient, tile))
+        if not with_gradient:
+            return [None] * len(leaves)
+        return torch.autograd.grad(with_gradient, leaves, of_outs, allow_unused=True)
 
     def _cut(self, x: torch.Tensor, tile: slice) -> torch.Tensor:
         return x.narrow(self.dim, tile.start, tile.stop - tile.start)
@@ -324,6 +343,15 @@ class _Call:
             return nullcontext()
         # A weight that autocast casts without gradients must not be found again by a call with gradients.
         return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
+
+
+def _added(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the sum of a weight's gradients, in place, in at least float32: half types would round each tile's."""
+    if part is None:
+        return total
+    if part.dtype in (torch.bfloat16, torch.float16):
+        part = part.float()
+    return part if total is None else total.add_(part)
 
 
 class _KeepInputs(torch.autograd.Function):
