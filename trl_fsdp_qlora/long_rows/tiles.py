@@ -19,7 +19,6 @@ Short rows, and modules with something unknown inside, run as before.
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -61,22 +60,31 @@ _NORMS_BEHIND = ("post_feedforward_layernorm", "post_mlp_layernorm")
 
 def _why_whole(module: nn.Module) -> str | None:
     """Why a known module does not run in tiles now, because of what is inside; `None` if it does."""
+    class_name = type(module).__name__
     for part in module.modules():
-        cls = type(part)
-        is_known = cls.__module__.startswith(_KNOWN_PARTS) or cls in _KNOWN_CLASSES or cls.__name__ in _OF_BITSANDBYTES
-        if part is not module and not is_known and kind_of(part) is None:
-            return f"{cls.__name__} inside {type(module).__name__} is not known to compute each token by itself"
+        part_name = type(part).__name__
+        if part is not module and not _is_known(part):
+            return f"{part_name} inside {class_name} is not known to compute each token by itself"
         if isinstance(part, FSDPModule):
-            return f"FSDP gathers {cls.__name__} in each of its calls, whose number differs between ranks"
-        hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+            return f"FSDP gathers {part_name} in each of its calls, whose number differs between ranks"
+        hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
         if part is not module and any(hooks):
-            return f"{cls.__name__} inside {type(module).__name__} has a hook, which would run once for each tile"
-        plain = {name: x for name, x in vars(part).items() if isinstance(x, torch.Tensor)}
-        if "weight" in plain or any(x.requires_grad for x in plain.values()):
-            return f"a weight of {cls.__name__} is part of one large parameter (FSDP1)"
-    if any(map(is_zero3, module.parameters())):
+            return f"{part_name} inside {class_name} has a hook, which would run once for each tile"
+        # FSDP1 gives a module views of its one parameter, as plain attributes.
+        views = {name: x for name, x in vars(part).items() if isinstance(x, torch.Tensor)}
+        if "weight" in views or any(x.requires_grad for x in views.values()):
+            return f"a weight of {part_name} is part of one large parameter (FSDP1)"
+    if any(is_zero3(parameter) for parameter in module.parameters()):
         return "DeepSpeed's ZeRO-3 gathers a layer in each of its calls, whose number differs between ranks"
     return None
+
+
+def _is_known(part: nn.Module) -> bool:
+    """Whether a module inside of a known one computes each token by itself."""
+    cls = type(part)
+    if cls.__module__.startswith(_KNOWN_PARTS) or cls in _KNOWN_CLASSES or cls.__name__ in _OF_BITSANDBYTES:
+        return True
+    return kind_of(part) is not None
 
 
 # --- on a model ------------------------------------------------------------------------------------------------------
@@ -107,20 +115,21 @@ class Tiled:
         if first.ndim not in (2, 3, 4):
             return None
         is_auto = self.tokens_per_tile == "auto"
-        size: Any = AUTO_TOKENS[self.kind] if is_auto else self.tokens_per_tile
+        size = AUTO_TOKENS[self.kind] if is_auto else int(self.tokens_per_tile)
+        longest_whole = size * _FEW_TILES if is_auto else size
         dim = _token_dim(first)
         # (B, T, H), (B, T, heads, D), (B, heads, T, D) or, of experts, (T, H)
         rows = first.shape[0] if dim else 1
         tokens = first.shape[dim]
-        if rows * tokens <= (size * _FEW_TILES if is_auto else size):
+        if rows * tokens <= longest_whole:
             return None
         # Without checkpointing, a user has chosen speed for memory, and tiles would compute the MLP once more.
         layer = self.layer
-        is_kept = layer is not None and not (layer.gradient_checkpointing and layer.training)
-        if is_auto and is_kept and torch.is_grad_enabled():
+        is_checkpointed = layer is None or (layer.gradient_checkpointing and layer.training)
+        if is_auto and not is_checkpointed and torch.is_grad_enabled():
             return None
-        size = max(1, size // rows)
-        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+        columns = max(1, size // rows)
+        return [slice(start, min(start + columns, tokens)) for start in range(0, tokens, columns)]
 
 
 def _token_dim(x: torch.Tensor) -> int:
@@ -203,13 +212,16 @@ def _forward(self, *args, **kwargs):
     tiles = tiled.tiles(inputs)
     if tiles is None:
         return tiled.own_forward(*args, **kwargs)
-    if (reason := _why_whole(self)) is not None:
+    reason = _why_whole(self)
+    if reason is not None:
         logger.warning_once("a long row runs without tiles: %s", reason)
         return tiled.own_forward(*args, **kwargs)
     call, anchor, version = getattr(inputs[0], "token_tiles", (None, None, None))
-    if call is not None and call.norm is self and torch.is_grad_enabled() and inputs[0]._version == version:
+    is_norm_of_call = call is not None and call.norm is self and inputs[0]._version == version
+    if is_norm_of_call and torch.is_grad_enabled():
         return call.run_norm(inputs[0], anchor)
-    return _Call(self, tiles, inputs, tuple(kwargs)).run(inputs)
+    names = tuple(kwargs)
+    return _Call(self, tiles, inputs, names).run(inputs)
 
 
 _forward.__name__ = "forward"  # pickle looks a method up by this name; a model that was read back runs without tiles
@@ -236,12 +248,16 @@ class _Call:
         self.tiles = tiles
         self.dim = _token_dim(inputs[0])
         self.device = inputs[0].device
-        modules = [*module.modules(), *([] if self.norm is None else [self.norm])]
-        parameters = (x for part in modules for x in part.parameters(recurse=False))
-        self.weights = list(dict.fromkeys(x for x in parameters if x.requires_grad))
+        modules = list(module.modules())
+        if self.norm is not None:
+            modules.append(self.norm)
+        parameters = [parameter for part in modules for parameter in part.parameters(recurse=False)]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.weights = list(dict.fromkeys(trained))  # each once
         self.grads: list[torch.Tensor | None] = [None, None]
-        kind = self.device.type
-        self.autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.autocast_dtype = None
+        if torch.is_autocast_enabled(self.device.type):
+            self.autocast_dtype = torch.get_autocast_dtype(self.device.type)
         # Any part may draw in training: dropout, and PEFT's layers in ways of their own.
         self.random_state = RandomState(self.device) if any(x.training for x in modules) else None
 
@@ -251,23 +267,27 @@ class _Call:
             return self._in_tiles(self._call_function, inputs)
         # The inputs are kept before the tiles run: there the recomputation of a checkpointed layer may end.
         anchor = _KeepInputs.apply(self, len(inputs), *inputs, *self.weights)
-        out = _TakeGradient.apply(self, 0, anchor, self._in_tiles(self._call_function, inputs))
+        out = self._in_tiles(self._call_function, inputs)
+        out = _TakeGradient.apply(self, 0, anchor, out)
         if self.norm is not None:
             out.token_tiles = (self, anchor, out._version)  # the norm of what is changed in place is another
         return out
 
     def run_norm(self, out: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         """The norm of the module's output."""
-        return _TakeGradient.apply(self, 1, anchor, self._in_tiles(self.norm.token_tiles.own_forward, (out,)))
+        normed = self._in_tiles(self.norm.token_tiles.own_forward, (out,))
+        return _TakeGradient.apply(self, 1, anchor, normed)
 
     def _call_function(self, *inputs: torch.Tensor) -> torch.Tensor:
         count = len(inputs) - len(self.names)
-        return self.function(*inputs[:count], **dict(zip(self.names, inputs[count:], strict=True)))
+        by_name = dict(zip(self.names, inputs[count:], strict=True))
+        return self.function(*inputs[:count], **by_name)
 
     def _in_tiles(self, function: Callable, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         out = None
         with torch.no_grad(), self._autocast():
             for tile in without_repetition(self.tiles, inputs[0]):
+                # Without a name for these copies, which the next tile would otherwise find still there.
                 of_tile = function(*(self._cut(x, tile).contiguous() for x in inputs))
                 if out is None:
                     shape = list(of_tile.shape)
@@ -278,62 +298,69 @@ class _Call:
 
     def backward(self, inputs: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> list[torch.Tensor | None]:
         """The gradients of inputs and weights, for which `needs` is true; summed over the tiles."""
-        count = len(inputs)
-        of_inputs: list[torch.Tensor | None] = [None] * count
-        for i, x in enumerate(inputs):
-            if needs[i]:
-                of_inputs[i] = torch.empty_like(x)
-        of_weights: list[torch.Tensor | None] = [None] * len(self.weights)
-        needed_weights = [i for i in range(len(self.weights)) if needs[count + i]]
+        needs_inputs = needs[: len(inputs)]
+        needs_weights = needs[len(inputs) :]
+        input_grads = [torch.empty_like(x) if needed else None for x, needed in zip(inputs, needs_inputs, strict=True)]
+        weights = [weight for weight, needed in zip(self.weights, needs_weights, strict=True) if needed]
+        sums: dict[nn.Parameter, torch.Tensor] = {}
         replayed = nullcontext() if self.random_state is None else self.random_state.again()
         with replayed, torch.enable_grad(), self._autocast():
             for tile in without_repetition(self.tiles, inputs[0]):
-                parts = []
-                for x, gradient in zip(inputs, of_inputs, strict=True):
-                    part = self._cut(x, tile).detach().contiguous()
-                    parts.append(part.requires_grad_(gradient is not None))
-                leaves = [part for part in parts if part.requires_grad]
-                leaves += [self.weights[i] for i in needed_weights]
-                of_leaves = iter(self._gradients_of_tile(tile, parts, leaves))
-                for gradient in of_inputs:
-                    if gradient is None:
-                        continue
-                    of_part = next(of_leaves)
-                    place = self._cut(gradient, tile)
-                    if of_part is None:
-                        place.zero_()
-                    else:
-                        place.copy_(of_part)
-                for i, of_weight in zip(needed_weights, of_leaves, strict=True):
-                    of_weights[i] = _added(of_weights[i], of_weight)
+                self._add_gradients_of(tile, inputs, input_grads, weights, sums)
         self.grads = [None, None]
-        for i, weight in enumerate(self.weights):
-            total = of_weights[i]
-            if total is not None:
-                of_weights[i] = total.to(weight.dtype)
-        return of_inputs + of_weights
+        weight_grads = [sums[weight].to(weight.dtype) if weight in sums else None for weight in self.weights]
+        return input_grads + weight_grads
 
-    def _gradients_of_tile(
-        self, tile: slice, parts: list[torch.Tensor], leaves: list[torch.Tensor]
+    def _add_gradients_of(
+        self,
+        tile: slice,
+        inputs: tuple[torch.Tensor, ...],
+        input_grads: list[torch.Tensor | None],
+        weights: list[nn.Parameter],
+        sums: dict[nn.Parameter, torch.Tensor],
+    ) -> None:
+        """Write a tile's part of the inputs' gradients, and add to the sums of the weights'."""
+        needed_grads = [grad for grad in input_grads if grad is not None]
+        needs_inputs = [grad is not None for grad in input_grads]
+        gradients = self._gradients_of(tile, inputs, needs_inputs, weights)
+        count = len(needed_grads)
+        for grad, part in zip(needed_grads, gradients[:count], strict=True):
+            where = self._cut(grad, tile)
+            if part is None:
+                where.zero_()
+            else:
+                where.copy_(part)
+        for weight, part in zip(weights, gradients[count:], strict=True):
+            if part is None:
+                continue
+            # Sums of half-precision numbers would be rounded once for each tile.
+            if part.dtype in (torch.bfloat16, torch.float16):
+                part = part.float()
+            sums[weight] = sums[weight].add_(part) if weight in sums else part
+
+    def _gradients_of(
+        self, tile: slice, inputs: tuple[torch.Tensor, ...], needs_inputs: list[bool], weights: list[nn.Parameter]
     ) -> Sequence[torch.Tensor | None]:
-        """Run a tile again, and return the gradients of its leaves."""
-        of_module, of_norm = self.grads
-        out = self._call_function(*parts)
-        outs = [out]
-        gradients = [of_module]
-        if of_norm is not None:
-            outs.append(self.norm.token_tiles.own_forward(out))
-            gradients.append(of_norm)
-        with_gradient = []
-        of_outs = []
-        for out, gradient in zip(outs, gradients, strict=True):
+        """The gradients of a tile of the inputs that need one, and of the weights; the tile's forward runs again."""
+        parts = [self._cut(x, tile).detach().contiguous() for x in inputs]
+        wanted = []
+        for part, needed in zip(parts, needs_inputs, strict=True):
+            if needed:
+                wanted.append(part.requires_grad_())
+        wanted += weights
+        outs = [self._call_function(*parts)]
+        if self.grads[1] is not None:
+            outs.append(self.norm.token_tiles.own_forward(outs[0]))
+        with_grads = []
+        out_grads = []
+        for out, grad in zip(outs, self.grads, strict=False):  # without a norm there is one output
             # An adapter that this tile was drawn to leave out leaves nothing that has gradients.
-            if gradient is not None and out.requires_grad:
-                with_gradient.append(out)
-                of_outs.append(self._cut(gradient, tile))
-        if not with_gradient:
-            return [None] * len(leaves)
-        return torch.autograd.grad(with_gradient, leaves, of_outs, allow_unused=True)
+            if grad is not None and out.requires_grad:
+                with_grads.append(out)
+                out_grads.append(self._cut(grad, tile))
+        if not with_grads:
+            return [None] * len(wanted)
+        return torch.autograd.grad(with_grads, wanted, out_grads, allow_unused=True)
 
     def _cut(self, x: torch.Tensor, tile: slice) -> torch.Tensor:
         return x.narrow(self.dim, tile.start, tile.stop - tile.start)
@@ -343,15 +370,6 @@ class _Call:
             return nullcontext()
         # A weight that autocast casts without gradients must not be found again by a call with gradients.
         return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
-
-
-def _added(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the sum of a weight's gradients, in place, in at least float32: half types would round each tile's."""
-    if part is None:
-        return total
-    if part.dtype in (torch.bfloat16, torch.float16):
-        part = part.float()
-    return part if total is None else total.add_(part)
 
 
 class _KeepInputs(torch.autograd.Function):
@@ -366,7 +384,9 @@ class _KeepInputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, _):
-        return None, None, *ctx.call.backward(ctx.saved_tensors, ctx.needs_input_grad[2:])
+        _, _, *needs = ctx.needs_input_grad
+        gradients = ctx.call.backward(ctx.saved_tensors, tuple(needs))
+        return None, None, *gradients
 
 
 class _TakeGradient(torch.autograd.Function):

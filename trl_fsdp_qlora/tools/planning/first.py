@@ -5,6 +5,7 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import ModelConfig
 
 from ...utils.ranks import on_main
@@ -36,7 +37,10 @@ def plan_first(
     """
     plan = None
     refusal = None
-    if PartialState().is_main_process:
+    if is_deepspeed_zero3_enabled():
+        # Transformers would partition the plan's model over the ranks, which are not here.
+        say("memory was not planned, because ZeRO-3 is on: trl-fsdp-qlora plan with the same arguments has the table")
+    elif PartialState().is_main_process:
         try:
             count = _PROMPTS_WITH_IMAGES if "images" in train.column_names else _PROMPTS
             sample = train.select(range(min(count, len(train))))
