@@ -9,11 +9,14 @@ import trl
 from transformers import TrainerCallback
 
 from tests import tiny
+from tests.trainers.next_trl.steps import fixed_turn
 from trl_fsdp_qlora import (
     AStarPOConfig,
     AStarPOTrainer,
     EfficientGRPOConfig,
     EfficientGRPOTrainer,
+    EfficientRLOOConfig,
+    EfficientRLOOTrainer,
     TSPMOConfig,
     TSPMOTrainer,
 )
@@ -297,6 +300,22 @@ def test_the_entropy_is_right_as_soon_as_a_step_has_ended(tmp_path, beta):
     _, run = trained(OURS, tmp_path, callback=Thermostat, beta=beta)
     logged = [row["entropy"] for row in run.state.log_history if "entropy" in row]
     assert read == pytest.approx(logged, abs=5e-4)  # as rounded for the log
+
+
+def test_a_subclass_of_rloo_with_an_entropy_bonus_trains_as_stock(tmp_path):
+    """The entropies of a frozen head had no gradient, so the backward failed."""
+    updates = []
+    for classes in ((trl.RLOOTrainer, trl.RLOOConfig), (EfficientRLOOTrainer, EfficientRLOOConfig)):
+        torch.manual_seed(0)
+        cls, config = with_entropy_bonus(classes[0]), classes[1]
+        run = tiny.trainer(cls, config, tmp_path / classes[0].__name__, peft_config=tiny.lora(), max_steps=2, beta=0.0)
+        run._generate_single_turn = fixed_turn(with_logprobs=False)
+        parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+        before = [parameter.detach().clone() for parameter in parameters]
+        run.train()
+        moved = [parameter.detach() - start for parameter, start in zip(parameters, before, strict=True)]
+        updates.append(torch.cat([part.flatten() for part in moved]))
+    assert (updates[1] - updates[0]).norm() <= 1e-3 * updates[0].norm()
 
 
 def test_a_second_pass_of_a_star_po_is_that_of_the_policy(tmp_path):
