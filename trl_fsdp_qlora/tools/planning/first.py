@@ -12,6 +12,7 @@ from ...utils.ranks import on_main
 from ..evaluation.drawing import MeasuringTrainer
 from ..evaluation.measurement import Measurement
 from ..recipe.arguments import ConfigError, ScriptArguments
+from ..recipe.checks import Checked
 from ..recipe.measuring import measurement_of
 from ..recipe.runner import load_processing
 from ..recipe.script import say
@@ -25,7 +26,7 @@ _PROMPTS_WITH_IMAGES = 8
 
 
 def plan_first(
-    script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, tokenizer: PreTrainedTokenizerBase
+    script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, checked: Checked
 ) -> MemoryPlan | None:
     """Plan a recipe's run on the main rank, and warn if it does not fit.
 
@@ -44,7 +45,8 @@ def plan_first(
         try:
             count = _PROMPTS_WITH_IMAGES if "images" in train.column_names else _PROMPTS
             sample = train.select(range(min(count, len(train))))
-            longest = longest_prompt(tokenizer, sample, model, measurement_of(script, config))
+            measurement = measurement_of(script, config, checked.code)
+            longest = longest_prompt(checked.tokenizer, sample, model, measurement)
             plan = make_plan(from_config(config, model, longest))
         except Exception as error:
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
