@@ -93,11 +93,11 @@ def settings_of_run() -> tuple[str, dict[str, Any]]:
             settings = {name: value for name, value in settings.items() if name not in OF_THE_DATA}
         if settings:
             return folder, settings
-    if dataset is None and "--config" not in " ".join(sys.argv):
-        folder = adapter or options.get("--model_name_or_path")
+    named = adapter or options.get("--model_name_or_path")
+    if named and dataset is None and "--config" not in " ".join(sys.argv):
         raise ConfigError(
-            f"{folder or 'the model'} is of no recipe's run, whose folder would name its data: add --dataset, and "
-            "--held_out, --system_prompt, --prompt_template as it was trained with"
+            f"{named} is of no recipe's run, whose folder would name its data: add --dataset, and --held_out, "
+            "--system_prompt, --prompt_template as it was trained with"
         )
     return "", {}
 

@@ -97,3 +97,29 @@ def test_a_base_in_awq_is_counted_in_its_bits(plan):
 def test_a_prompt_without_tokens_is_refused(plan, tokens):
     status, printed = plan("--prompt_tokens", tokens)
     assert status == 2 and f"--prompt_tokens {tokens} is not a number of tokens" in printed
+
+
+def test_a_launch_with_deepspeed_is_planned(plan):
+    sizes = {}
+    for stage in ("zero2", "zero3"):
+        _, printed = plan("--accelerate_config", stage, "--hardware", "80GB x8")
+        sizes[stage] = gib(printed, "base, other weights")
+    assert sizes["zero2"] == pytest.approx(IN_BF16, rel=0.01)
+    assert sizes["zero3"] == pytest.approx(IN_BF16 / 8, rel=0.01)
+
+
+def test_a_recipe_of_dpo_is_planned_as_json(plan):
+    status, printed = plan("--pairs", "pairs.jsonl", "--max_length", "512", "--hardware", "24GB", "--json")
+    planned = json.loads(printed[printed.index("{\n") :])
+    assert status == 0 and planned["fits"] and "generate" not in planned["phases"]
+    assert planned["peak"] == sum(planned["phases"][planned["limiting"]].values())
+
+
+def test_a_run_that_does_not_fit_gets_lines_with_which_it_does(plan):
+    """64 completions at once, of a batch that can be generated in parts."""
+    rows = ["--per_device_train_batch_size", "8", "--num_generations", "8", "--gradient_accumulation_steps", "16"]
+    status, printed = plan(*rows, "--hardware", "18GB")
+    assert status == 1
+    line = next(line for line in printed.splitlines() if line.startswith("it fits with "))
+    status, printed = plan(*rows, "--hardware", "18GB", *line.removeprefix("it fits with ").split())
+    assert status == 0 and "it fits" in printed

@@ -68,7 +68,7 @@ VALUES = {
     "--reward_weights 1 2": "reward_weights has 2 weights for 1 reward (exact_answer)",
     "--use_liger_kernel true": "use_liger_kernel: true needs liger-kernel",
     "--token_selection_rate 0.5": "token_selection_rate=0.5 needs token_selection",
-    "--dataset_split nope": "dataset_split='nope': data.jsonl has no splits",
+    "--dataset_split nope": "split 'nope': data.jsonl has no splits",
     "--prompt_template {question}{level}": "{level}: the data has no column 'level'; its columns are problem, answer",
     "--prompt_template {question}{answer}": "{answer}: it would show the right answer",
     "--rewards nofile.py:f": "nofile.py:f: there is no such file",
@@ -124,3 +124,13 @@ def test_evaluate_names_what_a_folder_lacks(tmp_path):
     Path("script").mkdir()
     Path("script", "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
     assert "script is of no recipe's run" in refusal("evaluate", "--adapter", "script")
+
+
+def test_a_prompt_that_the_chat_template_cannot_render():
+    (Path("base") / "chat_template.jinja").write_text(
+        "{% if messages[0].content == '4+1=' %}{{ raise_exception('no fours') }}{% endif %}{{ messages[0].content }}"
+    )
+    rows = [{"problem": f"{number}+1=", "answer": number + 1} for number in range(9)]
+    Path("sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    line = refusal("grpo", *TINY, "--dataset", "sums.jsonl", "--held_out", "1")
+    assert line.startswith("the chat template cannot render the prompt of row 5: no fours")

@@ -86,7 +86,8 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
         targets = get_peft_model_state_dict(
             model, state_dict=dict(parameters), adapter_name=adapter_name, save_embedding_layers=False
         )
-        if unmatched := sorted(targets.keys() ^ saved.keys()):
+        unmatched = sorted(targets.keys() ^ saved.keys())
+        if unmatched:
             raise ValueError(
                 f"{source} does not hold this model's adapter {adapter_name!r}: {len(unmatched)} weights are missing "
                 f"or too many {unmatched[:2]}; use the peft config of the run that wrote it"

@@ -102,7 +102,9 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
         layouts = pack_model(model)
         source = {name: parameter.data for name, parameter in _frozen(model).items()}
     # Rank 0's model decides shapes and dtypes, because a checkpoint may keep single modules in float32.
-    spec = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in _frozen(model).items()}
+    spec = {}
+    for name, parameter in _frozen(model).items():
+        spec[name] = tuple(parameter.shape), parameter.dtype
     layouts, spec = _from_rank_0((layouts, spec))
 
     for name, layer in quantized_layers(model).items():
@@ -111,7 +113,8 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
             flat = torch.empty(layout.total_bytes, dtype=torch.uint8, device="meta")
             convert_layer(layer, flat, layout)
     frozen = _frozen(model)
-    if unmatched := sorted(frozen.keys() ^ spec.keys()):
+    unmatched = sorted(frozen.keys() ^ spec.keys())
+    if unmatched:
         raise RuntimeError(
             f"rank {dist.get_rank()} has {len(unmatched)} other weights than rank 0 ({unmatched[0]}): load the model "
             "on every rank with load_quantized_base and the same arguments"
@@ -215,7 +218,8 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
             packed.append(experts.get_parameter(name))
             state_bytes += experts.num_experts * layout.state_bytes
     packed_ids = {id(parameter) for parameter in packed}
-    unpacked = [parameter for parameter in _frozen(model).values() if id(parameter) not in packed_ids]
+    frozen = _frozen(model).values()
+    unpacked = [parameter for parameter in frozen if id(parameter) not in packed_ids]
     # Bytes of the storage, not of the view: a view into the whole weight is not a shard.
     storages = [_local(parameter).untyped_storage() for parameter in packed]
     measured = BaseBytes(
@@ -228,9 +232,9 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     )
     allowed = 0
     for parameter in packed:
-        all_rows = len(parameter)
-        most_rows = -(-all_rows // world_size)
-        bytes_per_row = parameter.numel() // all_rows
+        rows = len(parameter)
+        bytes_per_row = parameter.numel() // rows
+        most_rows = -(-rows // world_size)
         allowed += most_rows * bytes_per_row
     if measured.quantized_local > allowed:
         raise BaseNotSharded(

@@ -129,8 +129,12 @@ class PackedExperts(nn.Module):
         counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
         lora = {}
         for name, factors in self.lora.items():
-            # An index per expert would, in its backward, allocate gradients of all experts.
-            lora[name] = [(lhs_EOR.unbind(), rhs_ERI.unbind(), scaling) for lhs_EOR, rhs_ERI, scaling in factors]
+            lora[name] = []
+            for lhs_EOR, rhs_ERI, scaling in factors:
+                # An index per expert would, in its backward, allocate gradients of all experts.
+                lhs_of_experts = lhs_EOR.unbind()
+                rhs_of_experts = rhs_ERI.unbind()
+                lora[name].append((lhs_of_experts, rhs_of_experts, scaling))
         outputs = [inputs_SH[:0]]  # for a batch without tokens
         for expert, x in enumerate(inputs_SH.split(counts)):
             if len(x):
@@ -143,7 +147,7 @@ class PackedExperts(nn.Module):
         bias = None
         if self.has_bias:
             bias = self.get_parameter(f"{name}_bias")[expert].to(x.dtype)
-        # bitsandbytes' product on a CPU wants whole blocks in a row.
+        # bitsandbytes' product on a CPU is wrong for rows that are not whole blocks, see `_dequantize`.
         if x.device.type == "cpu" and state.shape[1] % state.blocksize:
             dense = _dequantize(weight, state).to(x.dtype)
             out = nn.functional.linear(x, dense, bias)
@@ -167,10 +171,12 @@ class PackedExperts(nn.Module):
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return False
         for layout in self.layouts.values():
-            if math.prod(layout.shape) % layout.blocksize:
+            weights = math.prod(layout.shape)
+            if weights % layout.blocksize:
                 return False
-            if any(size * dtype.itemsize % _STRIDE_BYTES for size in layout.shape):
-                return False
+            for size in layout.shape:
+                if size * dtype.itemsize % _STRIDE_BYTES:
+                    return False
         return True
 
     def _in_groups(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
@@ -191,11 +197,12 @@ class PackedExperts(nn.Module):
                 dtype = torch.get_autocast_dtype(device_type)
             # Zeros fill LoRA's rank up to a multiple of the stride.
             stride = _STRIDE_BYTES // dtype.itemsize
-            fill = -rhs_ERI.shape[1] % stride
+            rank = rhs_ERI.shape[1]
+            fill = -rank % stride
             rhs_ERI = nn.functional.pad(rhs_ERI.to(dtype), (0, 0, 0, fill))
-            lhs_EOR = nn.functional.pad(lhs_EOR.to(dtype), (0, fill)).contiguous()
+            lhs_EOR = nn.functional.pad(lhs_EOR.to(dtype), (0, fill))
             low = _grouped_linear(x_SI.to(dtype), rhs_ERI, ends)
-            up = _grouped_linear(low, lhs_EOR, ends)
+            up = _grouped_linear(low, lhs_EOR.contiguous(), ends)
             out = out + scaling * up.to(out.dtype)
         return out
 
@@ -315,9 +322,10 @@ def _multiply_rotated(
     begin = torch.zeros_like(ends[0])
     for part in parts:
         rotated_SK = x_SK[(row_S + begin) % rows]
-        product_SN = nn.functional.grouped_mm(rotated_SK, weights(part), offs=ends[part] - begin)
+        ends_of_part = ends[part]
+        product_SN = nn.functional.grouped_mm(rotated_SK, weights(part), offs=ends_of_part - begin)
         in_place_SN = product_SN[(row_S - begin) % rows]
-        end = ends[part][-1]
+        end = ends_of_part[-1]
         # `grouped_mm` does not write the rows behind the last group.
         is_written_S = (row_S >= begin) & (row_S < end)
         out_SN = torch.where(is_written_S.unsqueeze(-1), in_place_SN, out_SN)
@@ -337,9 +345,11 @@ def dequantize_rows(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtyp
     if layout.nested:
         maxima, offset = (part.view(torch.float32) for part in nested)
         blocks = absmax.shape[1]
-        maximum_of_block = maxima.unsqueeze(-1).expand(-1, -1, layout.nested_blocksize).flatten(1)[:, :blocks]
+        repeated = maxima.unsqueeze(-1).expand(-1, -1, layout.nested_blocksize)
+        maximum_of_block = repeated.flatten(1)[:, :blocks]
         codes = codebook(layout.nested_code, rows_EB.device)
-        absmax = codes[absmax.int()].mul_(maximum_of_block).add_(offset)
+        numbers = codes[absmax.int()]
+        absmax = numbers.mul_(maximum_of_block).add_(offset)
     else:
         absmax = absmax.view(torch.float32)
     shape = torch.Size((len(rows_EB), *layout.shape))
@@ -395,6 +405,7 @@ def _convert(module: nn.Module, config) -> None:
         layouts[name] = layout
         rows_EB = _quantize(weight_EOI, layout)
         setattr(module, name, nn.Parameter(rows_EB, requires_grad=False))
+    # The module stays an instance of transformers' class, which other code looks for.
     module.__class__ = _packed_class(module.__class__)
     module.layouts = layouts
     module.compute_dtype = config.bnb_4bit_compute_dtype

@@ -50,10 +50,11 @@ def fake_dense(x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]) ->
     As many experts as fit into the scratch memory are dense at once, next to a copy of their bytes (`experts.py:
     _multiply`). Returns the dense weight of one expert, of `shape`.
     """
-    weights = shape[0] * shape[1]
+    weights = math.prod(shape)
     in_a_byte = 2 if packed.dtype == torch.uint8 else 1
     experts = in_a_byte * packed.numel() // weights
-    at_once = max(1, min(experts, SCRATCH_BYTES // (weights * x.dtype.itemsize)))
+    in_scratch = SCRATCH_BYTES // (weights * x.dtype.itemsize)
+    at_once = max(1, min(experts, in_scratch))
     copied_bytes = packed.new_empty(at_once * weights // in_a_byte)
     dense = x.new_empty(at_once, *shape)
     del copied_bytes
@@ -201,7 +202,8 @@ def _parts(rows_EB: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, ...
 
 
 def _constants(layout: ByteLayout) -> dict:
-    return {"BLOCK": layout.blocksize, "NESTED": layout.nested, "NESTED_BLOCK": max(1, layout.nested_blocksize)}
+    nested_block = max(1, layout.nested_blocksize)  # a kernel that does not use it is compiled with it, too
+    return {"BLOCK": layout.blocksize, "NESTED": layout.nested, "NESTED_BLOCK": nested_block}
 
 
 def _ceil(number: int, divisor: int) -> int:
@@ -278,8 +280,9 @@ def _product_kernel(
             is_weight = is_column & (k_of_weight < depth)
             weight = tl.load(weight_block + k_of_weight * weight_depth, mask=is_weight, other=0.0)
             total += tl.dot(x, weight, input_precision="ieee")  # float32 stays float32
-        out = out_ptr + row.to(tl.int64) * columns + column
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row & is_column)
+        out_row = out_ptr + row.to(tl.int64) * columns
+        out = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_row + column, out, mask=is_row & is_column)
 
 
 @jit
@@ -321,7 +324,8 @@ def _gradient_kernel(
     out_group = out_ptr + group.to(tl.int64) * out_features * in_features
     out_row = out_group + out_feature[:, None] * in_features
     is_out = is_out_feature[:, None] & is_in_feature[None, :]
-    tl.store(out_row + in_feature[None, :], total.to(out_ptr.dtype.element_ty), mask=is_out)
+    out = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_row + in_feature[None, :], out, mask=is_out)
 
 
 @jit
@@ -442,4 +446,5 @@ def _packed_product_kernel(
             total += tl.dot(x_second, tl.trans(lower), input_precision="ieee")
         out_row = out_ptr + row.to(tl.int64) * columns
         is_out = is_row & is_column[None, :]
-        tl.store(out_row + column[None, :], total.to(out_ptr.dtype.element_ty), mask=is_out)
+        out = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_row + column[None, :], out, mask=is_out)

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..compat.peft import rows_have_adapters
-from ..compat.trl import rows_of_images
+from ..compat.trl import Vision, rows_of_images
 from ..scoring.transfer import to_device, to_host
 from .problems import CannotPack
 
@@ -30,7 +30,7 @@ PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
 READ_ON_HOST = ("image_grid_thw", *PER_TOKEN)
 
 
-def on_host(vision: dict[str, Any]) -> dict[str, Any]:
+def on_host(vision: Vision) -> Vision:
     """Vision arguments, with those that the host reads copied there in one transfer."""
     read = {name: vision[name] for name in READ_ON_HOST if isinstance(vision.get(name), torch.Tensor)}
     return {**vision, **to_host(read)}
@@ -89,7 +89,7 @@ class Batch:
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None
     labels: torch.Tensor | None
-    vision: dict[str, Any] = field(default_factory=dict)
+    vision: Vision = field(default_factory=dict)
     num_images: list[int] | None = None
     router_loss: bool = False
     num_items: Any = None
@@ -311,12 +311,12 @@ def batch_of(base: PreTrainedModel, call: Call) -> Batch:
     return batch
 
 
-def _needs_router_loss(base: PreTrainedModel, asked: Any) -> bool:
+def _needs_router_loss(base: PreTrainedModel, asked: object) -> bool:
     """Whether a call asks for router logits, or the config does."""
     return bool(asked or getattr(base.config.get_text_config(), "output_router_logits", False))
 
 
-def _is_setting(base: PreTrainedModel, name: str, x: Any) -> bool:
+def _is_setting(base: PreTrainedModel, name: str, x: object) -> bool:
     """Whether an argument is a setting of the config, which some models pass to their backbone."""
     if isinstance(x, torch.Tensor) or not hasattr(base.config, name):
         return False

@@ -4,17 +4,16 @@ Suffixes of shapes: B rows of a batch, N entries of the images' tensors.
 """
 
 import zlib
-from typing import Any
 
 import torch
 
 from ..compat import trl as trls
-from ..compat.trl import is_padded_by_row
+from ..compat.trl import Vision, is_padded_by_row
 from ..scoring.transfer import to_device
 from .batch import PER_IMAGE, on_host
 
 
-def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
+def fingerprints(vision: Vision) -> torch.Tensor:
     """`(B, 1)` hashes of each row's images: of their pixels, of their order, and of their shapes.
 
     Two rows with equal hashes have the same images. A sum of the pixels would not do as a hash, because pictures with
@@ -25,12 +24,12 @@ def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
     return row_keys({name: line_hashes(vision[name]) for name in hashed(vision)}, on_host(vision))
 
 
-def hashed(vision: dict[str, Any]) -> list[str]:
+def hashed(vision: Vision) -> list[str]:
     """Names of the vision arguments that are hashed."""
     return [name for name in PER_IMAGE if isinstance(vision.get(name), torch.Tensor)]
 
 
-def row_keys(lines: dict[str, torch.Tensor], vision: dict[str, Any]) -> torch.Tensor:
+def row_keys(lines: dict[str, torch.Tensor], vision: Vision) -> torch.Tensor:
     """Hashes `(B, 1)` of the rows, on the device of `lines`, the hashes of each entry of the tensors in `vision`."""
     # TRL reads from the grid how many patches an image has, so the grid itself is not replaced by hashes.
     hashes = {name: x for name, x in lines.items() if name != "image_grid_thw"}

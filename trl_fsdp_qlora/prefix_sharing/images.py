@@ -25,7 +25,7 @@ from transformers.utils import ModelOutput
 
 from ..compat.deepspeed import is_zero3
 from ..compat.transformers import CACHE
-from ..compat.trl import rows_of_images
+from ..compat.trl import Vision, rows_of_images
 from ..scoring.transfer import to_device
 from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Batch, Sequences, on_host
 from .image_keys import hashed, line_hashes, row_keys
@@ -170,7 +170,7 @@ class Images:
         return row_keys(hashes, self._counted(batch))[:, 0].numpy()
 
     @staticmethod
-    def _counted(batch) -> dict[str, Any]:
+    def _counted(batch) -> Vision:
         return {**on_host(batch.vision), "num_images": batch.num_images}
 
     def count(self, batch, tokens_B: np.ndarray, patches: torch.Tensor | None) -> list[int]:
@@ -283,7 +283,7 @@ class Images:
         positions, _ = self.inner.get_rope_index(ids, attention_mask=mask, **vision)
         return positions
 
-    def _run_tower(self, vision: dict[str, Any]) -> ModelOutput:
+    def _run_tower(self, vision: Vision) -> ModelOutput:
         """The tower's features of the images in a batch's vision arguments."""
         parameters = _parameters(self.inner.get_image_features)
         device = vision["pixel_values"].device
@@ -297,7 +297,7 @@ class Images:
         vision = {} if row is None else {**batch.vision, "num_images": batch.num_images}
         self.share_images(lambda: {} if row is None else rows_of_images(vision, [row]), batch.input_ids.device)
 
-    def share_images(self, images_here: Callable[[], dict[str, Any]], device: torch.device) -> None:
+    def share_images(self, images_here: Callable[[], Vision], device: torch.device) -> None:
         """Agree on images for [`in_every_forward`], if the tower's pass is collective.
 
         Every rank has to call this method if some rank may have images. One rank's images are sent to all ranks.

@@ -47,7 +47,7 @@ def with_row(mask: torch.Tensor, packed_row: Any) -> RowMask:
     return mask
 
 
-def carries_row(mask: Any) -> bool:
+def carries_row(mask: object) -> bool:
     """Whether an argument is a mask that carries a packed row."""
     return isinstance(mask, RowMask) and mask.packed_row is not None
 
@@ -81,7 +81,7 @@ def masks_of(packed_row: PackedRow, mask_names: frozenset[str], is_recurrent: bo
 
 
 @torch.compiler.disable
-def with_options(arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
+def with_options(arguments: dict[str, Any], **options: object) -> dict[str, Any]:
     """Returns the arguments of a model's call with a mask that carries options to its backbone.
 
     Args:
@@ -101,7 +101,7 @@ def with_options(arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {**arguments, "attention_mask": mask_with_options}
 
 
-def options_of(mask: Any) -> dict[str, Any] | None:
+def options_of(mask: object) -> dict[str, Any] | None:
     """The options that a mask carries to the backbone, see [`with_options`]; `None` if there are none."""
     return mask.options if isinstance(mask, RowMask) else None
 

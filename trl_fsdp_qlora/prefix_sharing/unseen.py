@@ -22,19 +22,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, detach_variable
 
 
-def _first(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _first(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return x
 
 
-def _middle(x: torch.Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> torch.Tensor:
+def _middle(x: torch.Tensor, low: float = 0.0, high: float = 1.0, **_: object) -> torch.Tensor:
     return x.fill_((low + high) / 2)
 
 
-def _ones(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _ones(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return torch.ones_like(x)
 
 
-def _filled_with_ones(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _filled_with_ones(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return x.fill_(1)
 
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from transformers import PreTrainedModel
 from .batch import Call
 from .row_mask import as_before, carries_row, options_of
 from .wrapped_forward import ATTRIBUTE
+
+if TYPE_CHECKING:
+    from .sharing import PromptSharing
 
 # The attribute of a backbone that holds the forward that it had of its own before ours was put on.
 _BEFORE = "forward_before_sharing"
@@ -41,7 +44,7 @@ class WrappedBackbone:
         """Whether calls of the backbone reach prompt sharing."""
         return self._own_forward is not None
 
-    def put_on(self, sharing: Any) -> None:
+    def put_on(self, sharing: "PromptSharing") -> None:
         """Let calls of the backbone reach `sharing`, unless they do already, or the model has no backbone."""
         backbone = getattr(self.base, "base_model", self.base)
         if self.is_on or backbone is self.base or not isinstance(backbone, PreTrainedModel):
@@ -99,7 +102,7 @@ def _with_sharing(cls: type[PreTrainedModel]) -> Callable:
     return forward
 
 
-def _is_packed(mask: Any) -> bool:
+def _is_packed(mask: object) -> bool:
     """Whether the attention mask of a call carries a packed row, see `row_mask.py`."""
     masks = mask.values() if isinstance(mask, dict) else (mask,)
     return any(map(carries_row, masks))

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -23,6 +23,9 @@ from ..compat.signatures import is_of_library
 from .batch import Call, Instructions, from_padding
 from .packed_model import head_of, not_compiled
 from .row_mask import with_options
+
+if TYPE_CHECKING:
+    from .sharing import PromptSharing
 
 # The attribute of the model (without wrappers) that holds its `PromptSharing`.
 ATTRIBUTE = "prompt_sharing"
@@ -195,7 +198,7 @@ def _run_stock(function: Callable, model: PreTrainedModel, passes_options: bool,
     return function(model, **(with_options(arguments, as_stock=True) if passes_options else arguments))
 
 
-def _answer_fused(sharing: Any, stock: Callable, arguments: dict[str, Any]) -> Any:
+def _answer_fused(sharing: "PromptSharing", stock: Callable, arguments: dict[str, Any]) -> Any:
     """Returns the output of a fused call."""
     instructions = arguments.pop("sharing", None) or Instructions(of_trainer=False)
     call = Call(stock, arguments, instructions=instructions)

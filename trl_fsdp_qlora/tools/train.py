@@ -8,6 +8,7 @@ from trl import ModelConfig
 from .planning.first import plan_first
 from .recipe.arguments import ScriptArguments, parse_recipe
 from .recipe.checks import check_recipe
+from .recipe.measuring import check_prompts, measurement_of
 from .recipe.problems import load_data
 from .recipe.record import check_output_dir
 from .recipe.runner import build_trainer, run_recipe
@@ -28,10 +29,11 @@ def train(
         instead: called with the trainer and the script's arguments; if it returns true, nothing is trained.
     """
     script, config, model = parse_recipe((script_class, config_class, ModelConfig))
-    tokenizer = check_recipe(script, config, model)
+    checked = check_recipe(script, config, model)
     check_output_dir(script, config, model)
     prompts, test = load_data(script)
-    plan = plan_first(script, config, model, prompts, tokenizer)
+    check_prompts(prompts, checked.tokenizer, measurement_of(script, config, checked.code))
+    plan = plan_first(script, config, model, prompts, checked)
     trainer = build_trainer(trainer_class, script, config, model, prompts, eval_dataset=test)
     trainer.clock.planned = 0 if plan is None else plan.measurable_peak
     if instead(trainer, script):

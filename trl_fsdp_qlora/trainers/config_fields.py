@@ -15,7 +15,7 @@ Config = TypeVar("Config", bound=type)
 SWITCHES = ("prefix_sharing", "mlp_tokens_per_tile", "phase_metrics", "vllm_share_base")
 
 
-def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:
+def spelled(value: object, known: Collection = ("on", "off")) -> Any:
     """`value`; a truth value becomes the word of `known` that YAML has read as one.
 
     `prefix_sharing: off`, for example, arrives as `False`.
@@ -26,7 +26,7 @@ def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:
     return next((word for word in words if word in known), value)
 
 
-def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
+def option(default: object, help: str, choices: Sequence[str] | None = None) -> Any:
     """A dataclass field with the one text that `--help`, the docstring and docs/config.md use.
 
     `default` may be `dataclasses.MISSING`; `choices` are the values that the command line accepts.

@@ -186,7 +186,7 @@ class TrainerRun(ShardedQLoRAMixin):
             super()._save_checkpoint(model, trial)
 
     @contextmanager
-    def _writing_checkpoint(self, trial: Any) -> Iterator[None]:
+    def _writing_checkpoint(self, trial: object) -> Iterator[None]:
         """Inside the block the trainer writes a checkpoint, which gets its name, and is pushed, once it is whole."""
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.checkpointing.writing(folder, self.state, self._rollouts_to_keep()):

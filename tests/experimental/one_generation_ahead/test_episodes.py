@@ -75,6 +75,22 @@ def by_hand(prompts, trainer):
     }
 
 
+def in_rows(prompts, trainer):
+    """A `rollout_func` whose second turn is behind the prompt and a token, and does not see the first turn."""
+    ids = [trainer.processing_class.apply_chat_template(prompt, return_dict=False) for prompt in prompts]
+    generate = trainer.vllm_generation.generate
+    turns = []
+    for seen, repetitions in ((ids, trainer.num_generations), ([[*prompt, 5] for prompt in ids], 1)):
+        _, drawn, logprobs, _ = generate(seen, None, repetitions)
+        rows = []
+        for before, wrote, of_tokens in zip(seen, drawn, logprobs, strict=True):
+            mask = [0] * len(before) + [1] * len(wrote)
+            logps = [of_token[0] for of_token in of_tokens]
+            rows.append({"input_ids": before + wrote, "sampled_mask": mask, "logprobs": logps})
+        turns.append(rows)
+    return {"rows": [list(episode) for episode in zip(*turns, strict=True)]}
+
+
 def make_episodes(server, folder, tokenizer=None, reward=tiny.digit_share, dataset=None, named=None, **changes):
     """A trainer of conversational prompts; `named` has the tools, the environment or the `rollout_func`."""
     torch.manual_seed(0)
@@ -113,6 +129,8 @@ def what_happened(trainer, trained: list) -> dict:
         "trained": trained,
         "figures": {name: figures(trainer, name) for name in SAME},
         "staleness": figures(trainer, "sampling/staleness"),
+        "rows": figures(trainer, "episodes/rows_mean"),
+        "apart": figures(trainer, "sampling/sampling_logp_difference/max"),
     }
 
 
@@ -131,6 +149,24 @@ def test_a_run_is_that_in_turns(tmp_path, way):
     assert runs[1]["staleness"] == [0, 1, 1]
     if way != "rollout_func":
         assert min(runs[0]["figures"]["tools/call_frequency"]) > 0
+
+
+SEVERAL_ROWS = {
+    "rows": ({"rollout_func": in_rows}, {"max_completion_length": 10}),
+    "template": ({"tools": [add]}, {"history": "template", "max_completion_length": 60}),
+}
+
+
+@pytest.mark.parametrize("way", SEVERAL_ROWS)
+def test_episodes_of_several_rows(tmp_path, way):
+    """In turns and ahead; the server's log-probability of each sampled token is the trainer's, in its row."""
+    named, changes = SEVERAL_ROWS[way]
+    runs = runs_of(tmp_path, named, **changes)
+    assert_same(runs)
+    assert runs[1]["asked"] == runs[0]["asked"]
+    for run in runs.values():
+        assert min(run["rows"]) > 1
+        assert max(run["apart"]) < 1e-4
 
 
 def test_streaming_data_are_drawn_ahead(tmp_path):

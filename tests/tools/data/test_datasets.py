@@ -202,7 +202,7 @@ def test_parquet_what_datasets_saved_and_two_splits_as_one(tmp_path):
     (tmp_path / "hub").mkdir()
     write(tmp_path / "hub" / "train.jsonl", ROWS[:1])
     write(tmp_path / "hub" / "test.jsonl", ROWS[1:])
-    both = {"rows.parquet": "train", "saved": "any", "splits": "train+dev", "hub": "train+test"}
+    both = {"rows.parquet": "train", "saved": "train", "splits": "train+dev", "hub": "train+test"}
     for name, split in both.items():
         assert datasets.read_problems(str(tmp_path / name), split) == PROBLEMS, name
     assert datasets.read_problems(str(tmp_path / "splits"), "train") == PROBLEMS[:1]

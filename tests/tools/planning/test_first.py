@@ -10,6 +10,7 @@ from tests.tiny import config, prompts, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.tools.planning import first
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
+from trl_fsdp_qlora.tools.recipe.checks import Checked, user_code
 from trl_fsdp_qlora.tools.small_base import character_tokenizer
 
 
@@ -21,7 +22,7 @@ def test_a_run_that_does_not_fit_is_warned_of_or_refused(tmp_path, monkeypatch, 
         script = ScriptArguments(dataset="addition", require_fit=require_fit)
         model = ModelConfig(model_name_or_path=base, use_peft=True, lora_target_modules=["all-linear"])
         args = config(EfficientGRPOConfig, tmp_path)
-        return first.plan_first(script, args, model, prompts(), character_tokenizer())
+        return first.plan_first(script, args, model, prompts(), Checked(character_tokenizer(), user_code(script)))
 
     plan = planned()
     printed = capsys.readouterr().out

@@ -166,6 +166,24 @@ def test_the_exit_status_says_whether_it_fits(tiny, monkeypatch, capsys):
     assert "the 512 positions of the model; the prompts alone fill them" in capsys.readouterr().out
 
 
+def test_a_rank_plans_without_the_others(tmp_path, monkeypatch):
+    """The main rank of a launch is alone in a plan, so nothing of it may be collective."""
+
+    def collective(*_, **__):
+        raise AssertionError("other ranks are not here")
+
+    for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "broadcast_object_list"):
+        monkeypatch.setattr(torch.distributed, name, collective)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
+    fields = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "tokens_per_pass": 90}
+    run = settings(folder(tmp_path, num_hidden_layers=1), Launch("ddp", 2), **fields)
+    two_cards = replace(CARD, cards=2)
+    assert make_plan(run, hardware=two_cards).fits
+    assert make_plan(settings(tmp_path, Launch("fsdp2", 2), **fields), hardware=two_cards).fits
+
+
 def test_the_lines_with_which_a_run_fits_were_planned_themselves(tmp_path):
     fields = {"per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 8}
     base = folder(tmp_path, num_hidden_layers=2, vocab_size=65536)

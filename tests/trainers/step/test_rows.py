@@ -9,6 +9,7 @@ from datasets import Dataset
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import GRPOTrainer
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
@@ -194,6 +195,22 @@ def test_models(tmp_path, name):
     )
     # With weights as large as here stock's own gradients of gated delta rules are 1e-5 from those in float64.
     assert_equal_losses(trainer, rows, 1e-5 if "qwen3_" in name else TOLERANCE)
+    assert trainer.sharing.figures.tokens
+
+
+def test_nf4(tmp_path):
+    """With a base in 4 bits, against the same base in a plain loop."""
+    build("qwen3").save_pretrained(tmp_path / "model")
+    kind = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    load = {"quantization_config": BitsAndBytesConfig(**kind), "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **load)
+    rows = episodes()
+    trainer = make_trainer(tmp_path, rows, model)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:  # TRL casts the adapters of quantized models to bf16
+            parameter.data = parameter.data.float()
+    assert any(type(module).__name__ == "Linear4bit" for module in trainer.model.modules())
+    assert_equal_losses(trainer, rows)
     assert trainer.sharing.figures.tokens
 
 

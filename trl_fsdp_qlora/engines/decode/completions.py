@@ -26,6 +26,7 @@ from .decoding import Decoding, DecodingWork, distinct_rows, why_stock
 from .turns import KeptTurns, why_not_kept
 
 if TYPE_CHECKING:
+    from ...compat.trl import Vision
     from ..vllm.engine import AdapterEngine
 
 CONCURRENCY = 64  # simultaneous requests to a vLLM server, each for one prompt; TRL's client keeps as many connections
@@ -37,7 +38,7 @@ def _compute_device(model: nn.Module) -> torch.device:
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
-def vision_tensors(vision: dict[str, Any], width: int, device: torch.device | None = None) -> dict[str, Any]:
+def vision_tensors(vision: "Vision", width: int, device: torch.device | None = None) -> dict[str, Any]:
     """A processor's fields as tensors; those per token are left-padded to `width`, `num_images` stays a list."""
     tensors = {}
     for name, value in vision.items():
@@ -61,7 +62,7 @@ def complete(
     ends: list[int] | None = None,
     synced_gpus: bool | None = None,
     compact: bool = True,
-    vision: dict[str, Any] | None = None,
+    vision: "Vision | None" = None,
     turns: KeptTurns | None = None,
 ) -> tuple[list[list[int]], DecodingWork | None]:
     """One completion for every prompt, drawn from the global random state, in the model's current mode.
@@ -206,7 +207,7 @@ def generate(
     *,
     synced_gpus: bool | None = None,
     compact: bool = True,
-    vision: dict[str, Any] | None = None,
+    vision: "Vision | None" = None,
     turns: KeptTurns | None = None,
 ) -> list[list[int]]:
     """One completion for every prompt, as from [`complete`], without dropout and reproducible.

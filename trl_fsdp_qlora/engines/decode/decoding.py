@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -52,6 +52,9 @@ from .turns import (
     layer_states,
 )
 
+if TYPE_CHECKING:
+    from ...compat.trl import Vision
+
 # Processors and criteria that treat each row by itself, so rows may leave the batch. Repetition penalties may hold one
 # number per row; it is dropped together with the row.
 _BY_ROW = {
@@ -66,7 +69,7 @@ _BY_ROW = {
 _DROP_SHARE = 1 / 16
 
 
-def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any] | None = None) -> str | None:
+def why_stock(model: nn.Module, config: GenerationConfig, vision: "Vision | None" = None) -> str | None:
     """Why transformers' own loop has to generate completions of an unwrapped `model`; `None` if ours is exact.
 
     `config` is the argument of `generate`. For `vision`, of a batch with images, see
@@ -107,7 +110,7 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
     return reason
 
 
-def _why_stock_with_images(model: PreTrainedModel, vision: dict[str, Any]) -> str | None:
+def _why_stock_with_images(model: PreTrainedModel, vision: "Vision") -> str | None:
     """[`why_stock`] for a batch with images: here only the prefill gets them, and each distinct prompt its own."""
     unknown = sorted(vision.keys() - {*PER_IMAGE, *PER_TOKEN, "num_images"})
     if unknown:

@@ -138,7 +138,7 @@ def padding_of(ids_UP: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
     return ids_UP.new_zeros(len(ids_UP)) if mask_UP is None else (mask_UP == 0).sum(1)
 
 
-def rows_of(name: str, value: Any, rows: torch.Tensor) -> Any:
+def rows_of(name: str, value: object, rows: torch.Tensor) -> Any:
     """The rows `rows` of the model's argument `name`; an argument that is no tensor is returned unchanged."""
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +20,11 @@ from .completions import complete, vision_tensors
 from .decoding import DecodingWork, why_stock
 from .turns import KeptTurns, why_not_kept
 
+if TYPE_CHECKING:
+    from trl import GRPOConfig
+
+    from ...compat.trl import Vision
+
 logger = get_logger(__name__)
 
 
@@ -34,7 +39,7 @@ class GenerateSettings(NamedTuple):
 class Rollout:
     """Source of completions for a model in any wrapper; `backend` is TRL's `DistributedBackend`."""
 
-    def __init__(self, args: Any, accelerator: Accelerator, backend: Any):
+    def __init__(self, args: "GRPOConfig", accelerator: Accelerator, backend: Any):
         self.args = args
         self.accelerator = accelerator
         self.backend = backend
@@ -107,7 +112,7 @@ class Rollout:
         return completions, None
 
     def _why_stock_with_images(
-        self, turn: Turn, wrapped: nn.Module, settings: GenerateSettings, vision: dict[str, Any]
+        self, turn: Turn, wrapped: nn.Module, settings: GenerateSettings, vision: "Vision"
     ) -> str | None:
         """A line on why TRL itself draws a turn with images; `None` if it has none, or if they are known."""
         if turn.has_tool_images and not any(name in PER_TOKEN for name in turn.multimodal_fields):

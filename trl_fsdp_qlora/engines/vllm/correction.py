@@ -8,7 +8,7 @@ one.
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -16,6 +16,9 @@ from accelerate.logging import get_logger
 from ...compat.trl_rollouts import IMPORTANCE_RATIO, SAMPLED_LOGPS, SAMPLING_METRICS
 from .adapter_sync import RolloutError
 from .sync_choice import truncations
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 logger = get_logger(__name__)
 
@@ -27,7 +30,7 @@ def sampled_mask(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def importance_weights(
-    policy_BC: torch.Tensor, sampled_BC: torch.Tensor, mask_BC: torch.Tensor, args: Any
+    policy_BC: torch.Tensor, sampled_BC: torch.Tensor, mask_BC: torch.Tensor, args: "GRPOConfig"
 ) -> torch.Tensor:
     """Truncated or masked importance weights exp(log π_trainer − log π_engine), by the formula of TRL 1.16's trainer.
 
@@ -135,7 +138,7 @@ def sampling_metrics(figures: list[list[float]]) -> tuple[dict[str, float], floa
     return metrics, total_tokens, total_difference
 
 
-def draws_from_policy(args: Any) -> bool:
+def draws_from_policy(args: "GRPOConfig") -> bool:
     """Whether vLLM draws from the policy itself, so that the two sides' log-probabilities can be compared."""
     kwargs = args.generation_kwargs or {}
     shaped = (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from peft import PeftModel
@@ -16,6 +16,10 @@ from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...utils.ranks import on_main
 from .adapter_sync import RolloutError, cannot_share, check_trained, served_rank
 from .drawn_dtype import engine_options, other_dtype
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from trl import GRPOConfig
 
 WEIGHS_AS_1_16 = weighs_as_1_16()
 _ASKED_FOR = "asked for"
@@ -41,14 +45,14 @@ class Place(NamedTuple):
     on_gpu: bool
 
 
-def this_place(args: Any) -> Place:
+def this_place(args: "GRPOConfig") -> Place:
     """The place of this process, for a trainer's arguments."""
     return Place(is_fsdp_launch() or zero_stage(args.deepspeed_plugin) == 3, torch.cuda.is_available())
 
 
 def choose_sync(
-    args: Any,
-    peft_config: Any,
+    args: "GRPOConfig",
+    peft_config: "PeftConfig | None",
     quantized: bool,
     ask: bool = False,
     model: Any = None,
@@ -118,7 +122,7 @@ def _first(rows: Iterable[tuple[Any, T]]) -> T | None:
     return next((result for holds, result in rows if holds), None)
 
 
-def _why_not_servable(peft_config: Any, model: Any) -> RolloutError | None:
+def _why_not_servable(peft_config: "PeftConfig | None", model: Any) -> RolloutError | None:
     """The error that says why vLLM cannot serve an adapter alone; `None` if it can."""
     try:
         served_rank(peft_config)
@@ -129,14 +133,16 @@ def _why_not_servable(peft_config: Any, model: Any) -> RolloutError | None:
     return None
 
 
-def _answer_of_server(args: Any) -> dict[str, Any]:
+def _answer_of_server(args: "GRPOConfig") -> dict[str, Any]:
     """How the server was started, asked by one rank for all."""
     from .engine import server_info
 
     return on_main(lambda: server_info(args))
 
 
-def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Place | None = None) -> str | None:
+def why_own_base(
+    args: "GRPOConfig", sync: Sync, quantization: Any, model: Any, place: Place | None = None
+) -> str | None:
     """Why engine and trainer each hold a copy of the base; `None` if they share one, by what is known before loading.
 
     Args:
@@ -180,7 +186,7 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Pl
 
 
 def trl_starts_engine(
-    args: Any, sync: Sync, own_base: str | None, one_base: Callable[[], ModuleType]
+    args: "GRPOConfig", sync: Sync, own_base: str | None, one_base: Callable[[], ModuleType]
 ) -> AbstractContextManager:
     """A context in which TRL's trainer starts the engine that `sync` needs.
 
@@ -195,7 +201,7 @@ def trl_starts_engine(
     return trl_starts(make_engine, partial(engine_options, args))
 
 
-def truncations(args: Any) -> dict[str, Any]:
+def truncations(args: "GRPOConfig") -> dict[str, Any]:
     """Settings under which vLLM leaves tokens out of the distribution that it draws from, by name."""
     kwargs = args.generation_kwargs or {}
     values = {name: kwargs.get(name, getattr(args, name)) for name in ("top_p", "top_k", "min_p")}
@@ -207,7 +213,7 @@ def truncations(args: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not keeps_all[name]}
 
 
-def warnings_for(args: Any, sync: Sync) -> list[str]:
+def warnings_for(args: "GRPOConfig", sync: Sync) -> list[str]:
     """Warnings about a run with vLLM, each with the line to change; the trainer logs them before the first step."""
     if sync.mode == "off":
         return []

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from accelerate.logging import get_logger
@@ -35,6 +35,11 @@ from ...trainers.rollouts.generation_batches import generate_every
 from ...utils.replaced import replaced
 from .drawing import Drawing, Drawn, Figures
 from .upcoming import UpcomingRows
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
+
+    from ...trainers.grpo.trainer import EfficientGRPOTrainer
 
 logger = get_logger(__name__)
 
@@ -50,7 +55,7 @@ _DRAWING_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "_t
 _PASSING_METHODS = ("get_batch_samples", "training_step", "_prepare_inputs", "_generate_and_score_completions")
 
 
-def check_config(args: Any) -> None:
+def check_config(args: "GRPOConfig") -> None:
     """Refuse what `rollouts_ahead` cannot be together with.
 
     Raises:
@@ -99,7 +104,7 @@ class Batch:
         self._images_are_in_rows = False
         self._ended = threading.Event()
 
-    def begin(self, drawing: Drawing, rows: list[dict[str, Any]]) -> None:
+    def begin(self, drawing: Drawing, rows: list[dict]) -> None:
         """Let a thread draw it."""
         self.asked_at = time.perf_counter()
         self._images_are_in_rows = not rows[0].keys().isdisjoint(("image", "images"))
@@ -172,7 +177,7 @@ class RolloutsAhead:
         batch: the batch in flight, or the one that was drawn and waits for its turn; on all ranks or on none.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: "EfficientGRPOTrainer"):
         self.trainer = trainer
         self.batch: Batch | None = None
         self.drawing = Drawing(trainer)
@@ -220,7 +225,7 @@ class RolloutsAhead:
     # --- a generation ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def handing_in(self, rows: list[dict[str, Any]]) -> Iterator[None]:
+    def handing_in(self, rows: list[dict]) -> Iterator[None]:
         """A context in which TRL's `_generate_and_score_completions` gets the batch for `rows` that was drawn.
 
         Before it, the policy is sent and the next batch is asked for. Collective.
@@ -240,7 +245,7 @@ class RolloutsAhead:
         with replaced(self.trainer, _generate=generate, **environments):
             yield
 
-    def _take(self, rows: list[dict[str, Any]]) -> Batch:
+    def _take(self, rows: list[dict]) -> Batch:
         """The batch for `rows`, and the next one is asked for. Collective."""
         trainer = self.trainer
         self._settle()
@@ -274,7 +279,7 @@ class RolloutsAhead:
         trainer._add_metrics(metrics)
         return batch
 
-    def _why_rows_differ(self, rows: list[dict[str, Any]]) -> str | None:
+    def _why_rows_differ(self, rows: list[dict]) -> str | None:
         """Why a run cannot be drawn ahead: its first rows were changed on their way from the data loader."""
         trainer = self.trainer
         if self.upcoming is None or self.upcoming.digests is None:
@@ -306,11 +311,11 @@ class RolloutsAhead:
                 "draw is lost"
             )
 
-    def _begin(self, rows: list[dict[str, Any]]) -> None:
+    def _begin(self, rows: list[dict]) -> None:
         self.batch = Batch(self._digest(rows), self.trainer.state.global_step)
         self.batch.begin(self.drawing, rows)
 
-    def _following_rows(self) -> list[dict[str, Any]] | None:
+    def _following_rows(self) -> list[dict] | None:
         """This rank's rows of the generation batch after the one that begins now.
 
         It is `None` if the run or the data loader's epoch ends before. Every rank has to call this method, because
@@ -355,7 +360,7 @@ class RolloutsAhead:
         with self.trainer.clock.phase("generate"), replaced(self.trainer, **finished):
             GRPOTrainer._generate(self.trainer, [""] * count)
 
-    def _digest(self, rows: list[dict[str, Any]]) -> str:
+    def _digest(self, rows: list[dict]) -> str:
         engine = vars(self.trainer.vllm_generation)
         settings = json.dumps([engine.get(name) for name in _SETTINGS], default=str)
         return f"{settings} {_digest_of_rows(rows)}"
@@ -431,7 +436,7 @@ class RolloutsAhead:
             self.batch = Batch.kept(kept)
 
 
-def _users_methods(trainer: Any, names: tuple[str, ...]) -> list[str]:
+def _users_methods(trainer: "EfficientGRPOTrainer", names: tuple[str, ...]) -> list[str]:
     """Which methods of these names are a user's: of classes before this package's, or set on the trainer."""
     methods = [f"{name} (set on the trainer)" for name in names if name in vars(trainer)]
     package = __name__.partition(".")[0]
@@ -443,12 +448,12 @@ def _users_methods(trainer: Any, names: tuple[str, ...]) -> list[str]:
     return methods
 
 
-def _digest_of_rows(rows: list[dict[str, Any]]) -> str:
+def _digest_of_rows(rows: list[dict]) -> str:
     text = json.dumps(list(rows), default=_fingerprint)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _fingerprint(value: Any) -> str:
+def _fingerprint(value: object) -> str:
     """Of something in a row that JSON does not hold, such as an image."""
     if not hasattr(value, "tobytes"):
         return str(value)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,11 @@ from ...compat.trl_rollouts import Generated, with_names
 from ...engines.decode.rollout import Rollout
 from ...engines.vllm.adapter_sync import RolloutError
 from ...utils.nonfatal import nonfatal
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from ...trainers.grpo.trainer import EfficientGRPOTrainer
 
 # Lists by name that reward functions, tools and a `rollout_func` add to, through TRL's `log_metric` and `log_extra`.
 _PENDING = ("_pending_metrics", "_pending_extra_logs")
@@ -66,7 +71,7 @@ class Drawn:
 class _Instead:
     """Another object, with other values under some names."""
 
-    def __init__(self, original: Any, **values: Any):
+    def __init__(self, original: Any, **values: object):
         self._original = original
         vars(self).update(values)
 
@@ -92,13 +97,13 @@ class Drawing:
     of a batch are used again by the batch after the next.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: "EfficientGRPOTrainer"):
         self.trainer = trainer
         self._client = vars(trainer.vllm_generation).get("vllm_client")
         self._tokenizers: tuple[Any, Any] | None = None
         self._environments = deque([defaultdict(list), defaultdict(list)])
 
-    def drawer(self, rows: list[dict[str, Any]], is_forgotten: Callable[[], bool]) -> Any:
+    def drawer(self, rows: list[dict], is_forgotten: Callable[[], bool]) -> Any:
         """A copy of the trainer as it is now, that draws for `rows`. Made on the main thread.
 
         Args:
@@ -138,7 +143,7 @@ class Drawing:
             self._environments.rotate()
         return drawer
 
-    def _engine(self, accelerator: Any, is_forgotten: Callable[[], bool]) -> Any:
+    def _engine(self, accelerator: "Accelerator", is_forgotten: Callable[[], bool]) -> Any:
         """A copy of TRL's engine by which this rank asks for its own prompts."""
         engine = copy.copy(self.trainer.vllm_generation)
         if self._client is None:  # TRL's client is on rank 0 alone
@@ -167,7 +172,7 @@ class Drawing:
         engine.generate = generate
         return engine
 
-    def draw(self, drawer: Any, rows: list[dict[str, Any]]) -> Drawn:
+    def draw(self, drawer: Any, rows: list[dict]) -> Drawn:
         """Draw for `rows`, in any thread."""
         figures: list[Figures] = []
         metrics = drawer._metrics["train"]

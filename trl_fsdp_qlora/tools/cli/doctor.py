@@ -146,7 +146,7 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
         launch = read_launch(name, processes or None)
         script, config, model = _parsed(rest, launch.processes)
         wrapped = launch.units if isinstance(launch.units, tuple) else ()
-        tokenizer = check_recipe(script, config, model, wrapped)
+        tokenizer = check_recipe(script, config, model, wrapped).tokenizer
         appends = bool(script.tools or script.environment) and vars(config).get("history") == "append"
         if appends and strips_thinking(with_response_schema(tokenizer)):
             yield Finding("warning", "history", NOT_AS_SERVED)

@@ -42,8 +42,10 @@ def launched(name: str, words: list[str]) -> int:
     config = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
     check_gpu_ids(launcher.get("--gpu_ids"))
     flags = _config_flags(config, launcher)
-    options = [word for option, value in launcher.items() for word in (option, value)]
-    return launch([*flags, *options, str(resource_folder("recipes") / f"{name}.py"), *rest])
+    for option, value in launcher.items():
+        flags += [option, value]
+    script = str(resource_folder("recipes") / f"{name}.py")
+    return launch([*flags, script, *rest])
 
 
 def check_gpu_ids(ids: str | None) -> None:
@@ -53,10 +55,13 @@ def check_gpu_ids(ids: str | None) -> None:
     import torch
 
     count = torch.cuda.device_count()
-    missing = [number for number in ids.split(",") if not number.strip().isdigit() or int(number) >= count]
-    if missing:
-        there = f"this machine has {counted(count, 'GPU')}" if count else "this machine has no GPU that torch sees"
-        raise UserError(f"--gpu_ids {ids}: {there}{', numbered from 0' if count else ''}")
+    there = {str(number) for number in range(count)}
+    named = {number.strip() for number in ids.split(",")}
+    if not named <= there:
+        reason = f"this machine has {counted(count, 'GPU')}, numbered from 0"
+        if not count:
+            reason = "this machine has no GPU that torch sees"
+        raise UserError(f"--gpu_ids {ids}: {reason}")
 
 
 def with_recipe(words: list[str]) -> list[str]:
@@ -142,10 +147,15 @@ def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Meth
     if shipped is not None:
         return shipped
     options, rest = pop_options(words, ("--config",))
-    used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
+    used = set()
+    for word in rest:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+            used.add(option.removeprefix("--").replace("-", "_"))
     if options:
         used.update(read_yaml(options["--config"]))
-    fitting = (method for method in methods if used <= field_names(method) | {"env"})
+    used.discard("env")
+    fitting = (method for method in methods if used <= field_names(method))
     return next(fitting, METHODS[0])
 
 
@@ -190,5 +200,6 @@ def default_config(num_processes: str | None) -> tuple[str, int]:
         raise UserError(f"--num_processes {num_processes} is not a number of processes; try 2")
     gpus = torch.cuda.device_count()
     processes = int(num_processes) if num_processes else max(gpus, 1)
-    one, several = ("single_gpu", "ddp") if gpus else ("cpu", "ddp_cpu")
-    return several if processes > 1 else one, processes
+    if processes > 1:
+        return "ddp" if gpus else "ddp_cpu", processes
+    return "single_gpu" if gpus else "cpu", processes

@@ -97,21 +97,35 @@ def _value(match: re.Match) -> Fraction | None:
 
     It is `None` for a division by zero, a chain of divisions (a date), and a number too long to be meant.
     """
-    values = []
-    for digits in [match["digits"], *match["below"].split("/")[1:]][:3]:
-        digits = digits.strip()
-        if len(digits) > MAX_DIGITS or not _PLAIN.fullmatch(digits):
-            return None
-        mantissa, _, exponent = digits.lower().partition("e")
-        # The exponent is checked before it is used: 1e999999999 is ten characters, and a gigabyte as a fraction.
-        if abs(int(exponent or 0)) > MAX_DIGITS:
-            return None
-        values.append(Fraction(mantissa.translate(_NO_DIGITS)) * Fraction(10) ** int(exponent or 0))
-    if len(values) > 2 or (len(values) == 2 and values[1] == 0):
+    divisors = match["below"].split("/")[1:]
+    if len(divisors) > 1:
         return None
-    value = values[0] if len(values) == 1 else values[0] / values[1]
-    negative = match["sign"] in ("-", "\u2212") and not _is_binary_minus(match.string, match.start())
-    return -value if negative else value
+    value = _plain_value(match["digits"])
+    if divisors:
+        divisor = _plain_value(divisors[0])
+        if value is None or not divisor:
+            return None
+        value /= divisor
+    if value is None:
+        return None
+    has_minus = match["sign"] in ("-", "\u2212")
+    if has_minus and not _is_binary_minus(match.string, match.start()):
+        value = -value
+    return value
+
+
+def _plain_value(digits: str) -> Fraction | None:
+    """The value of a number without sign and division, `None` if it is none or too long."""
+    digits = digits.strip()
+    if len(digits) > MAX_DIGITS or not _PLAIN.fullmatch(digits):
+        return None
+    mantissa, _, written_exponent = digits.lower().partition("e")
+    exponent = int(written_exponent or 0)
+    # The exponent is checked before it is used: 1e999999999 is ten characters, and a gigabyte as a fraction.
+    if abs(exponent) > MAX_DIGITS:
+        return None
+    number = Fraction(mantissa.translate(_NO_DIGITS))
+    return number * Fraction(10) ** exponent
 
 
 def _is_binary_minus(text: str, position: int) -> bool:

@@ -10,7 +10,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,17 @@ def has_splits(source: str) -> bool:
     A file, a saved `Dataset` and a function without a parameter `split` have none.
     """
     if is_import_path(source) and not reasoning_gym.is_generated(source):
-        return "split" in inspect.signature(load_function(source)).parameters
-    path = Path(source)
-    return not path.exists() or (path.is_dir() and not (path / "state.json").is_file())
+        return _takes_split(load_function(source))
+    return not _is_one_set(Path(source))
+
+
+def _is_one_set(path: Path) -> bool:
+    """Whether `path` is a file, or a folder that `Dataset.save_to_disk` has written."""
+    return path.is_file() or (path / "state.json").is_file()
+
+
+def _takes_split(function: Callable) -> bool:
+    return "split" in inspect.signature(function).parameters
 
 
 def read_rows(source: str, split: str = "train", config: str | None = None) -> Iterable[dict]:
@@ -67,9 +75,10 @@ def read_rows(source: str, split: str = "train", config: str | None = None) -> I
         return _sums(split)
     if is_import_path(source):
         function = load_function(source)
-        return function(split=split) if has_splits(source) else function()
+        return function(split=split) if _takes_split(function) else function()
     if is_missing_path(source):
         raise DatasetError(f"dataset {source!r}: there is no such file or folder{mistyped_path(source)}")
+    _check_split(source, split)
     path = Path(source)
     if path.is_file() and path.suffix not in _READERS:
         raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
@@ -123,16 +132,16 @@ def _broken_line(path: Path) -> str | None:
     return None
 
 
-def check_split(source: str, split: str, field: str) -> None:
+def _check_split(source: str, split: str) -> None:
     """Refuse a split that `source` cannot have: of a file all rows are read, whatever the split is called.
 
     `train+test` is what both together are called on the Hub, and all of a file of the same data.
     """
-    is_name = set(split.split("+")) <= {"train", "validation", "test"}
-    if not is_name and not is_missing_path(source) and not has_splits(source):
+    is_usual = set(split.split("+")) <= {"train", "validation", "test"}
+    if not is_usual and _is_one_set(Path(source)):
         raise DatasetError(
-            f"{field}={split!r}: {source} has no splits, all of its rows are read; leave {field} out, and take "
-            "problems out with held_out"
+            f"split {split!r}: {source} has no splits, all of its rows are read; leave dataset_split and eval_split "
+            "out, and take problems out with held_out"
         )
 
 
@@ -161,23 +170,26 @@ def read_images(row: dict, source: str, row_name: str) -> list[dict]:
 
     images = row.get("images")
     if images is None:
-        images = [] if row.get("image") is None else row["image"]
+        image = row.get("image")
+        images = [] if image is None else image
     if not isinstance(images, list):
         images = [images]
+    folder = Path(source).parent
     read = []
     for image in images:
         if isinstance(image, str):
             image = {"path": image}
         try:
             if isinstance(image, dict):
-                data = image.get("bytes") or (Path(source).parent / image["path"]).read_bytes()
+                data = image.get("bytes") or (folder / image["path"]).read_bytes()
                 PILImage.open(io.BytesIO(data)).load()
             else:  # a picture of Pillow
                 file = io.BytesIO()
                 image.save(file, "PNG")
                 data = file.getvalue()
         except (OSError, SyntaxError, ValueError, TypeError, AttributeError) as error:
-            raise DatasetError(f"{row_name}: its image cannot be read: {str(error)[:200]}") from error
+            reason = str(error)[:200]
+            raise DatasetError(f"{row_name}: its image cannot be read: {reason}") from error
         read.append({"bytes": data, "path": None})
     return read
 
@@ -213,14 +225,10 @@ def read_problems(
     """
     if reasoning_gym.is_generated(source):
         problems = reasoning_gym.read_problems(source, split)
-        return [{**problem, "columns": problem} for problem in problems] if whole_rows else problems
-    rows = read_rows(source, split, config)
-    # Images stay files, so that a broken image is found when its row is known.
-    for name, feature in (getattr(rows, "features", None) or {}).items():
-        if isinstance(feature, Image):
-            rows = rows.cast_column(name, Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), Image):
-            rows = rows.cast_column(name, List(Image(decode=False)))
+        if whole_rows:
+            problems = [{**problem, "columns": problem} for problem in problems]
+        return problems
+    rows = _with_images_as_files(read_rows(source, split, config))
     try:
         rows = [dict(row) for row in rows]
     except UnicodeDecodeError as error:
@@ -238,26 +246,45 @@ def read_problems(
     return problems
 
 
+def _with_images_as_files(rows: Any) -> Any:
+    """`rows` with images that are not decoded, so that a broken one is found when its row is known."""
+    features = getattr(rows, "features", None) or {}
+    for name, feature in features.items():
+        if isinstance(feature, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), Image):
+            rows = rows.cast_column(name, List(Image(decode=False)))
+    return rows
+
+
 def _known_columns(
     rows: Sequence[dict], source: str, question_column: str | None, answer_column: str | None, graded: bool
 ) -> tuple[tuple[str, ...], str | None]:
     """The columns that make up a question, and the column of the right answer, if there is one."""
     columns = {str(name) for row in rows for name in row}
     candidates: list[tuple[tuple[str, ...], str | None]] = list(COLUMNS)
+    without_answer: Sequence[tuple[str, ...]] = QUESTIONS
     if question_column:
         candidates = [((question_column,), answer_column or "answer")]
+        without_answer = [(question_column,)]
     elif answer_column:
         candidates = [(names, answer_column) for names, _ in COLUMNS]
     if not graded and answer_column is None:
-        candidates += [(names, None) for names in ([(question_column,)] if question_column else QUESTIONS)]
+        candidates += [(names, None) for names in without_answer]
+    looked_for = []
     for question_names, gold_name in candidates:
-        if {*question_names, *filter(None, [gold_name])} <= columns:
+        needed = [*question_names]
+        if gold_name is not None:
+            needed.append(gold_name)
+        if columns.issuperset(needed):
             return question_names, gold_name
-    expected = " | ".join(", ".join(filter(None, (*names, gold))) for names, gold in candidates)
+        looked_for.append(", ".join(needed))
     shown = _shortened(", ".join(sorted(columns)))
+    expected = " | ".join(looked_for)
+    hint = "; with a reward of your own no answer is needed" if graded else ""
     raise DatasetError(
         f"{source!r} has columns {shown}; looked for {expected}: name yours with question_column and "
-        f"answer_column{'' if not graded else '; with a reward of your own no answer is needed'}"
+        f"answer_column{hint}"
     )
 
 
@@ -327,11 +354,15 @@ def _answer(value: Any, index: int, row_name: str, graded: bool) -> Any:
 
 def _question_key(problem: dict) -> str:
     """A key that is equal for equal questions about equal pictures."""
-    question = problem["question"]
-    text = question if isinstance(question, str) else json.dumps(question, sort_keys=True, default=str)
-    pictures = b"".join(one["bytes"] for one in problem.get("images", ()))
-    picture_hash = f" {hashlib.sha256(pictures).hexdigest()}" if pictures else ""
-    return " ".join(text.lower().split()) + picture_hash
+    text = problem["question"]
+    if not isinstance(text, str):
+        text = json.dumps(text, sort_keys=True, default=str)
+    key = " ".join(text.lower().split())
+    images = problem.get("images", ())
+    pictures = b"".join(image["bytes"] for image in images)
+    if pictures:
+        key += f" {hashlib.sha256(pictures).hexdigest()}"
+    return key
 
 
 def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
@@ -353,7 +384,8 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
     train = []
     held_out = []
     for problem in problems:
-        part = held_out if _question_key(problem) in chosen else train
+        is_held_out = _question_key(problem) in chosen
+        part = held_out if is_held_out else train
         part.append(problem)
     return train, held_out
 
@@ -361,8 +393,8 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
 def without_overlap(train: list[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:
     """`train` without the questions that are also in `held_out`, and the number of those questions."""
     keys = {_question_key(problem) for problem in held_out}
-    kept = [problem for problem in train if _question_key(problem) not in keys]
-    return kept, len(train) - len(kept)
+    others = [problem for problem in train if _question_key(problem) not in keys]
+    return others, len(train) - len(others)
 
 
 def to_prompts(
@@ -386,15 +418,22 @@ def to_prompts(
     rows = []
     further_columns = []
     for problem in problems:
-        text = _filled(template, problem)
-        rows.append({"prompt": _prompt(problem["question"], system_prompt, text, chat), "row": problem["row"]})
+        filled = _filled(template, problem)
+        prompt = _prompt(problem["question"], system_prompt, filled, chat)
+        row = {"prompt": prompt, "row": problem["row"]}
         if "images" in problem:
-            rows[-1]["images"] = problem["images"]
-        answer = {} if problem.get("answer") is None else {"answer": problem["answer"]}
-        of_generator = {"entry": problem["entry"]} if "entry" in problem else {}
-        further_columns.append({**problem.get("columns", {}), **answer, **of_generator})
+            row["images"] = problem["images"]
+        rows.append(row)
+        columns = dict(problem.get("columns", {}))
+        for name in ("answer", "entry"):
+            value = problem.get(name)
+            if value is not None:
+                columns[name] = value
+        further_columns.append(columns)
     dataset = _with_columns(Dataset.from_list(rows), further_columns)
-    return dataset.cast_column("images", List(Image())) if "images" in dataset.column_names else dataset
+    if "images" in dataset.column_names:
+        dataset = dataset.cast_column("images", List(Image()))
+    return dataset
 
 
 # `{{name}}` is the text {name}, and `{name}` the column; in `\\boxed{name}` it is the argument of a command.
@@ -458,11 +497,14 @@ def _in_template(content: Any, template: str) -> Any:
 
 def _with_columns(dataset: Dataset, rows: Sequence[dict]) -> Dataset:
     """`dataset` with the columns of `rows` that it does not have: reward functions get them, as in TRL."""
-    for name in dict.fromkeys(name for row in rows for name in row):
+    names = dict.fromkeys(name for row in rows for name in row)
+    for name in names:
         if name in _NOT_HANDED_ON or name in dataset.column_names:
             continue
+        values = [row.get(name) for row in rows]
         try:
-            dataset = dataset.add_column(name, [row.get(name) for row in rows])
+            dataset = dataset.add_column(name, values)
         except (ValueError, TypeError, OverflowError) as error:  # values of several types, or of none that Arrow knows
-            logger.warning("reward functions do not get the column %r: %s", name, str(error).split("\n")[0][:200])
+            reason = str(error).split("\n")[0][:200]
+            logger.warning("reward functions do not get the column %r: %s", name, reason)
     return dataset

@@ -135,11 +135,17 @@ class FakeRun:
             return self.padded_bytes(self._padded(rows, prompt, completion), grad=False)
         if settings.is_paired:
             return self.step_bytes(rows, 1, grad=False)
-        group = settings.num_generations
+        # A completion's last token is only ever a target.
+        computed = max(1, completion - 1)
         limit = rows * (prompt + completion)
-        groups = min(limit // (prompt + group * (completion - 1)), settings.rollout_rows // group)
-        one_prompt = min(settings.rollout_rows, max(1, (limit - prompt) // max(1, completion - 1)))
-        return self.step_bytes(groups * group or one_prompt, 1, grad=False)
+        group = settings.num_generations
+        tokens_of_group = prompt + group * computed
+        groups = min(limit // tokens_of_group, settings.rollout_rows // group)
+        scored_rows = groups * group
+        if not groups:  # a part of a group
+            fitting_rows = max(1, (limit - prompt) // computed)
+            scored_rows = min(settings.rollout_rows, fitting_rows)
+        return self.step_bytes(scored_rows, 1, grad=False)
 
     def step_bytes(self, rows: int, batches: int, grad: bool = True) -> int:
         """Peak bytes of an optimizer step of micro-batches of `rows` completions, by packed rows.
@@ -173,9 +179,10 @@ class FakeRun:
             peaks = np.array(peaks_of(few))
             peaks_of_all = peaks.copy()
             for layers in kinds:
-                if len(layers) > per_kind:
-                    peaks_with_another = np.array(peaks_of([*few, layers[-1]]))
-                    peaks_of_all += (len(layers) - per_kind) * (peaks_with_another - peaks)
+                further = len(layers) - per_kind
+                if further > 0:
+                    with_another = np.array(peaks_of([*few, layers[-1]]))
+                    peaks_of_all += further * (with_another - peaks)
             _measured[key] = int(peaks_of_all.max())
         return _measured[key]
 
@@ -225,7 +232,8 @@ class FakeRun:
 
     def _autocast(self) -> torch.autocast:
         mixed = self.settings.mixed
-        return torch.autocast("cpu", getattr(torch, mixed or "bfloat16"), mixed is not None)
+        dtype = getattr(torch, mixed or "bfloat16")
+        return torch.autocast("cpu", dtype, enabled=mixed is not None)
 
     # --- the trainer's own step --------------------------------------------------------------------------------------
 
@@ -241,7 +249,7 @@ class FakeRun:
         sharing = install_sharing(few.model, options)
         real_batches, plan = self._passes(sharing, rows, batches, grad)
         with self._tracked(few, grad) as peaks:
-            fake = [Batch(*map(few.mode.from_tensor, (x.input_ids, x.attention_mask, x.labels))) for x in real_batches]
+            fake = [_fake_of(batch, few.mode) for batch in real_batches]
             scores = StepScores(plan, fake, True, sharing.packed_model.router_losses)
             hook = few.causal.base_model.register_forward_pre_hook(_BorderAtTrunks(scores, peaks))
             for number in range(len(fake)):
@@ -263,13 +271,15 @@ class FakeRun:
         They are those of the longest pass, and of the first and the last pass that read the same trunks.
         """
         settings = self.settings
-        step = _batch_of(np.arange(rows * batches) // settings.group_size, settings)
-        split = [step.rows(part) for part in np.split(np.arange(rows * batches), batches)]
-        plan = None
-        # A plan of the whole step would be made of passes that the ranks run together.
-        keeps = settings.launch.kind not in ("fsdp1", "zero3")
+        row_B = np.arange(rows * batches)
+        step = _batch_of(row_B // settings.group_size, settings)
+        split = [step.rows(rows_of_batch) for rows_of_batch in np.split(row_B, batches)]
         limit = settings.values.get("tokens_per_pass")
-        if grad and keeps and limit != 0 and (batches > 1 or limit is not None):
+        plan = None
+        # ZeRO-3 and FSDP1 cannot keep what an earlier pass has computed, see `prefix_cache.cannot_keep_reason`.
+        may_share = grad and settings.launch.kind not in ("fsdp1", "zero3")
+        is_cut_or_joined = batches > 1 or limit is not None
+        if may_share and is_cut_or_joined and limit != 0:
             plan = sharing.plan_step(split, limit, settings.launch.is_deepspeed)
         rules = sharing.packed_model.pass_rules(step.input_ids.device)
         rules = replace(rules, ties_ends=settings.launch.kind == "fsdp2")
@@ -277,8 +287,10 @@ class FakeRun:
             sequences = sharing.packed_model.read(split[0])
             return split[:1], PassPlan.of(sequences, [np.arange(rows)], rules, shares=False)
         passes = _deciding_passes(plan)
-        chosen = np.concatenate([plan.rows_of_pass[number] for number in passes])
-        ends = np.cumsum([len(plan.rows_of_pass[number]) for number in passes])[:-1]
+        rows_of_passes = [plan.rows_of_pass[number] for number in passes]
+        chosen = np.concatenate(rows_of_passes)
+        lengths = list(map(len, rows_of_passes))
+        ends = np.cumsum(lengths)[:-1]
         rows_of_pass = np.split(np.arange(len(chosen)), ends)
         is_cut = plan.passes_per_batch > 1
         part = PassPlan.of(
@@ -293,9 +305,12 @@ class FakeRun:
 
     def _head_kernel(self, causal: nn.Module) -> str:
         """The kernel that scores: of a gathered head TRL's would keep the copy, see [`choose_head_kernel`]."""
-        chosen = self.settings.lm_head_kernel
-        is_trained = causal.get_output_embeddings().weight.requires_grad
-        return "frozen" if chosen == "auto" and self.settings.launch.is_sharded and not is_trained else chosen
+        kernel = self.settings.lm_head_kernel
+        head = causal.get_output_embeddings()
+        is_gathered = self.settings.launch.is_sharded and not head.weight.requires_grad
+        if kernel == "auto" and is_gathered:
+            return "frozen"
+        return kernel
 
     # --- a pass as in stock TRL --------------------------------------------------------------------------------------
 
@@ -350,7 +365,10 @@ class _BorderAtTrunks:
 
 def _deciding_passes(plan: PassPlan) -> list[int]:
     """The longest pass of a step, its trunks included, and the first and the last pass that read the same trunks."""
-    tokens = [int(plan.forest_of_pass(number)[0].lengths.sum()) for number in range(len(plan.rows_of_pass))]
+    tokens = []
+    for number in range(len(plan.rows_of_pass)):
+        forest, _ = plan.forest_of_pass(number)
+        tokens.append(int(forest.lengths.sum()))
     longest = int(np.argmax(tokens))
     passes = {longest}
     for trunk in plan.kept:
@@ -361,14 +379,24 @@ def _deciding_passes(plan: PassPlan) -> list[int]:
 
 def _batch_of(prompt_B: np.ndarray, settings: Settings) -> Batch:
     """A batch of full rows: those with the same number in `prompt_B` have the same prompt, others share nothing."""
+    rows = len(prompt_B)
     prompt = settings.prompt_tokens
+    width = prompt + settings.completion_tokens
     # A number for all tokens of a prompt, and one for all of a completion, is enough to distinguish rows.
-    input_ids = torch.empty(len(prompt_B), prompt + settings.completion_tokens, dtype=torch.long)
-    input_ids[:, :prompt] = torch.from_numpy(prompt_B).unsqueeze(1)
-    input_ids[:, prompt:] = torch.arange(len(prompt_B)).unsqueeze(1) + int(prompt_B.max()) + 1
+    prompts = torch.from_numpy(prompt_B)
+    completions = torch.arange(rows) + int(prompt_B.max()) + 1
+    input_ids = torch.empty(rows, width, dtype=torch.long)
+    input_ids[:, :prompt] = prompts.unsqueeze(1)
+    input_ids[:, prompt:] = completions.unsqueeze(1)
     labels = input_ids.clone()
     labels[:, :prompt] = IGNORED_LABEL
     return Batch(input_ids, torch.ones_like(input_ids), labels)
+
+
+def _fake_of(batch: Batch, mode: DeviceMode) -> Batch:
+    """A batch on the device of `mode`."""
+    tensors = (batch.input_ids, batch.attention_mask, batch.labels)
+    return Batch(*map(mode.from_tensor, tensors))
 
 
 def _hidden_states(causal: nn.Module, padded: Padded, mask: torch.Tensor) -> torch.Tensor:
@@ -382,16 +410,19 @@ def _hidden_states(causal: nn.Module, padded: Padded, mask: torch.Tensor) -> tor
 
 def _put_on(model: nn.Module, mode: DeviceMode) -> None:
     """Replace `model`'s meta tensors by fake tensors of `mode`; tied ones stay tied."""
-    fake_by_meta: dict[int, nn.Parameter] = {}
+    fake_by_meta: dict[int, torch.Tensor] = {}
+
+    def fake_of(meta: torch.Tensor) -> torch.Tensor:
+        if id(meta) not in fake_by_meta:
+            fake = torch.empty(meta.shape, dtype=meta.dtype)
+            if isinstance(meta, nn.Parameter):
+                fake = nn.Parameter(fake, meta.requires_grad)
+            fake_by_meta[id(meta)] = fake
+        return fake_by_meta[id(meta)]
+
     with mode:
         for module in model.modules():
-            for name, meta in module._parameters.items():
-                if meta is None:
-                    continue
-                if id(meta) not in fake_by_meta:
-                    fake = torch.empty(meta.shape, dtype=meta.dtype)
-                    fake_by_meta[id(meta)] = nn.Parameter(fake, meta.requires_grad)
-                module._parameters[name] = fake_by_meta[id(meta)]
-            for name, meta in module._buffers.items():
-                if meta is not None:
-                    module._buffers[name] = torch.empty(meta.shape, dtype=meta.dtype)
+            for tensors in (module._parameters, module._buffers):
+                for name, meta in tensors.items():
+                    if meta is not None:
+                        tensors[name] = fake_of(meta)

@@ -5,12 +5,14 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import ModelConfig
 
 from ...utils.ranks import on_main
 from ..evaluation.drawing import MeasuringTrainer
 from ..evaluation.measurement import Measurement
 from ..recipe.arguments import ConfigError, ScriptArguments
+from ..recipe.checks import Checked
 from ..recipe.measuring import measurement_of
 from ..recipe.runner import load_processing
 from ..recipe.script import say
@@ -24,7 +26,7 @@ _PROMPTS_WITH_IMAGES = 8
 
 
 def plan_first(
-    script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, tokenizer: PreTrainedTokenizerBase
+    script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, checked: Checked
 ) -> MemoryPlan | None:
     """Plan a recipe's run on the main rank, and warn if it does not fit.
 
@@ -36,11 +38,15 @@ def plan_first(
     """
     plan = None
     refusal = None
-    if PartialState().is_main_process:
+    if is_deepspeed_zero3_enabled():
+        # Transformers would partition the plan's model over the ranks, which are not here.
+        say("memory was not planned, because ZeRO-3 is on: trl-fsdp-qlora plan with the same arguments has the table")
+    elif PartialState().is_main_process:
         try:
             count = _PROMPTS_WITH_IMAGES if "images" in train.column_names else _PROMPTS
             sample = train.select(range(min(count, len(train))))
-            longest = longest_prompt(tokenizer, sample, model, measurement_of(script, config))
+            measurement = measurement_of(script, config, checked.code)
+            longest = longest_prompt(checked.tokenizer, sample, model, measurement)
             plan = make_plan(from_config(config, model, longest))
         except Exception as error:
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")

@@ -13,8 +13,8 @@ _MOST_LINES = 4
 def lines_that_fit(plan: MemoryPlan) -> dict[str, Any]:
     """Fields of the recipe, and the values with which the run fits; empty if none of those that are tried are enough.
 
-    Each line lowers the phase that needs most then. None of them changes what is learned, up to the order of sums: a
-    generation batch may be smaller, and a step has as many completions as before.
+    Each line lowers the phase that needs most then. A step has as many completions as before; those that are generated
+    at once may be fewer.
     """
     values: dict[str, Any] = {}
     best = plan
@@ -28,7 +28,16 @@ def lines_that_fit(plan: MemoryPlan) -> dict[str, Any]:
                 break
         else:
             return {}
-    return values if best.fits else {}
+    return _without_needless(plan, values) if best.fits else {}
+
+
+def _without_needless(plan: MemoryPlan, values: dict[str, Any]) -> dict[str, Any]:
+    """The values without those that later ones made needless."""
+    for name in list(values)[:-1]:
+        others = {other: value for other, value in values.items() if other != name}
+        if changed(plan, **others).fits:
+            values = others
+    return values
 
 
 def as_words(values: dict[str, Any]) -> str:
@@ -45,6 +54,10 @@ def _word(value: Any) -> str:
 def _candidates(plan: MemoryPlan) -> Iterator[dict[str, Any]]:
     """Values of fields that may lower the phase that needs most, the cheapest first."""
     settings = plan.settings
+    if plan.engine is not None:
+        if plan.limiting != "generate" and not settings.vllm_enable_sleep_mode:
+            yield {"vllm_enable_sleep_mode": True}
+        yield {"use_vllm": False}
     if plan.limiting == "generate":
         yield from _smaller_rollouts(plan)
         if settings.launch.kind == "fsdp2" and settings.fsdp_gather != "per_layer":
@@ -73,5 +86,6 @@ def _smaller_rollouts(plan: MemoryPlan) -> Iterator[dict[str, Any]]:
     batch = settings.per_device_train_batch_size * settings.launch.processes
     for batches in range(settings.rollout_batches - 1, 0, -1):
         divides = settings.gradient_accumulation_steps % batches == 0
-        if divides and batch * batches % settings.num_generations == 0:
+        has_whole_groups = batch * batches % settings.num_generations == 0
+        if divides and has_whole_groups:
             yield {"steps_per_generation": batches}

@@ -54,22 +54,30 @@ def gathered_bytes(run: FakeRun) -> tuple[int, int]:
     def weights(module: nn.Module) -> int:
         total = model.state_bytes(module)
         for parameter in module.parameters():
-            cast = parameter.is_floating_point() and settings.mixed is not None
-            total += parameter.numel() * 2 if cast else parameter.nbytes
+            is_cast = parameter.is_floating_point() and settings.mixed is not None
+            width = 2 if is_cast else parameter.dtype.itemsize
+            total += parameter.numel() * width
         return total
 
     whole = weights(run.whole)
     units = _units(model.causal_model(run.whole), launch.units, weights)
-    next_unit = max(list(units.values())[1:], default=0)
-    around = [sum(size for outer, size in units.items() if name.startswith(outer)) for name in units]
-    at_once = next_unit + max(around)
+    inner_units = list(units.values())[1:]
+    next_unit = max(inner_units, default=0)
+    with_outer = []
+    for name in units:
+        outer = [size for prefix, size in units.items() if name.startswith(prefix)]
+        with_outer.append(sum(outer))
+    at_once = next_unit + max(with_outer)
     if launch.kind == "zero3":
-        live = _LIVE_OF_ZERO3 * (2 if settings.mixed else 4)
-        return min(whole, max(at_once, live)), whole
+        width = 2 if settings.mixed else 4
+        at_once = max(at_once, _LIVE_OF_ZERO3 * width)
+        return min(whole, at_once), whole
     # `fsdp_keep_gathered` keeps the units of a 4-bit base.
-    stays = not launch.reshards or (settings.fsdp_keep_gathered and model.state_bytes(run.whole) > 0)
+    keeps = settings.fsdp_keep_gathered and model.state_bytes(run.whole) > 0
+    if keeps or not launch.reshards:
+        at_once = whole
     buffers = 1 if run.on_gpu else 2
-    return (whole if stays else at_once) + buffers * next_unit, whole
+    return at_once + buffers * next_unit, whole
 
 
 def _units(
@@ -83,17 +91,23 @@ def _units(
         units: see [`launches.Launch`].
         weights: returns the bytes of a module.
     """
-    names = units if isinstance(units, tuple) else getattr(causal, "_no_split_modules", None) or ()
+    names = units
+    if units is None:
+        names = getattr(causal, "_no_split_modules", None) or ()
 
     def is_unit(module: nn.Module) -> bool:
-        if isinstance(units, int):
-            return sum(parameter.numel() for parameter in module.parameters()) > units
-        return units != "model" and type(module).__name__ in names
+        if isinstance(names, int):
+            numbers = [parameter.numel() for parameter in module.parameters()]
+            return sum(numbers) > names
+        return names != "model" and type(module).__name__ in names
 
-    own = {"": weights(causal)}
+    bytes_by_prefix = {"": weights(causal)}
     for name, module in causal.named_modules():
-        if name and is_unit(module):
-            around = max((outer for outer in own if f"{name}.".startswith(outer)), key=len)
-            own[f"{name}."] = weights(module)
-            own[around] -= own[f"{name}."]
-    return own
+        if not name or not is_unit(module):
+            continue
+        prefix = f"{name}."
+        outer = [other for other in bytes_by_prefix if prefix.startswith(other)]
+        nearest = max(outer, key=len)
+        bytes_by_prefix[prefix] = weights(module)
+        bytes_by_prefix[nearest] -= bytes_by_prefix[prefix]
+    return bytes_by_prefix

@@ -83,11 +83,24 @@ def most_that_fits(plan_of: Callable[[int], MemoryPlan], most: int, start: int =
             fitting = count
         else:
             too_many = count
-        count = 8 * fitting if too_many > most else (fitting + too_many) // 2
+        if too_many > most:
+            count = 8 * fitting
+        else:
+            count = (fitting + too_many) // 2
         # Every fourth guess halves the interval, because at a kink the line's guesses may hardly advance.
         if len(free) > 1 and len(free) % 4:
-            first, second = sorted(free, key=lambda count: abs(free[count]))[:2]
-            if free[first] != free[second]:
-                count = math.floor(first + free[first] * (second - first) / (free[first] - free[second]))
-        count = min(max(count, fitting + 1), too_many - 1)
+            count = _where_nothing_is_free(free, count)
+        count = max(count, fitting + 1)
+        count = min(count, too_many - 1)
     return fitting
+
+
+def _where_nothing_is_free(free: dict[int, int], otherwise: int) -> int:
+    """The count at which the line through the two counts with the fewest free bytes reaches zero."""
+    nearest = sorted(free, key=lambda count: abs(free[count]))
+    first, second = nearest[:2]
+    bytes_between = free[first] - free[second]
+    if not bytes_between:
+        return otherwise
+    bytes_per_count = bytes_between / (second - first)
+    return math.floor(first + free[first] / bytes_per_count)

@@ -112,12 +112,21 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
 
 def fsdp_of_process(machines: int) -> dict[str, Any]:
     """The fields of the [`Launch`] of FSDP in which this process runs, from what accelerate's launcher exported."""
-    sharding = {name.removeprefix("FSDP_").lower(): value for name, value in os.environ.items() if name[:5] == "FSDP_"}
+    sharding = _exported("FSDP_")
     if "transformer_cls_to_wrap" in sharding:  # the only key that the launcher exports under another name
         sharding["transformer_layer_cls_to_wrap"] = sharding["transformer_cls_to_wrap"]
-    prefix = "PARALLELISM_CONFIG_"
-    sizes = {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
+    sizes = _exported("PARALLELISM_CONFIG_")
     return _fsdp(sharding, sizes, machines)
+
+
+def _exported(prefix: str) -> dict[str, str]:
+    """The environment's variables with a prefix, without it, in lower case."""
+    values = {}
+    for name, value in os.environ.items():
+        if name.startswith(prefix):
+            key = name.removeprefix(prefix)
+            values[key.lower()] = value
+    return values
 
 
 def deepspeed_of_file(file: str) -> dict[str, Any]:
@@ -131,13 +140,19 @@ def deepspeed_of_file(file: str) -> dict[str, Any]:
 
 def deepspeed_of_plugin(plugin: DeepSpeedPlugin) -> dict[str, Any]:
     """The fields of the [`Launch`] of a run that has this plugin of accelerate's."""
+    stage = plugin.zero_stage
+    off_device = ("cpu", "nvme")
     offload = ""
-    if plugin.zero_stage == 3 and plugin.offload_param_device in ("cpu", "nvme"):
+    if stage == 3 and plugin.offload_param_device in off_device:
         offload = "all"
-    elif plugin.zero_stage and plugin.offload_optimizer_device in ("cpu", "nvme"):
+    elif stage and plugin.offload_optimizer_device in off_device:
         offload = "optimizer"
-    bucket = plugin.get_value("zero_optimization.reduce_bucket_size") or Launch.bucket
-    return {"kind": f"zero{plugin.zero_stage}", "offload": offload, "bucket": 0 if bucket == "auto" else int(bucket)}
+    bucket = plugin.get_value("zero_optimization.reduce_bucket_size")
+    if bucket is None:
+        bucket = Launch.bucket
+    elif bucket == "auto":
+        bucket = 0
+    return {"kind": f"zero{stage}", "offload": offload, "bucket": int(bucket)}
 
 
 def _sharing_of(config: Any, sizes: Mapping[str, Any], ranks: int, machines: int) -> dict[str, Any]:
@@ -157,8 +172,13 @@ def _zero(content: Mapping[str, Any], field_name: str) -> dict[str, Any]:
     file = content.get("deepspeed_config_file")
     if file and not Path(file).is_file():
         raise UserError(f"{field_name}: {file}: there is no such file")
-    values = {name: content.get(name) for name in ("zero_stage", "offload_optimizer_device", "offload_param_device")}
-    return deepspeed_of_plugin(DeepSpeedPlugin(file or "none", **values))
+    plugin = DeepSpeedPlugin(
+        file or "none",
+        zero_stage=content.get("zero_stage"),
+        offload_optimizer_device=content.get("offload_optimizer_device"),
+        offload_param_device=content.get("offload_param_device"),
+    )
+    return deepspeed_of_plugin(plugin)
 
 
 def _fsdp(sharding: Mapping[str, Any], sizes: Mapping[str, Any], machines: int) -> dict[str, Any]:

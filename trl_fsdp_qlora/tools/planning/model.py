@@ -93,10 +93,11 @@ def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
 def keep_layers(text: PretrainedConfig, layers: Sequence[int]) -> None:
     """Keep only these layers in the config of a language model, in place."""
     count = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == count:  # has an entry for each layer
+    lists = {name: value for name, value in vars(text).items() if isinstance(value, list)}
+    for name, value in lists.items():
+        if len(value) == count:  # has an entry for each layer
             setattr(text, name, [value[i] for i in layers])
-        elif isinstance(value, list) and name.endswith("layer_ids"):  # lists some of the layers (Zamba2)
+        elif name.endswith("layer_ids"):  # lists some of the layers (Zamba2)
             setattr(text, name, [new for new, old in enumerate(layers) if old in value])
     text.num_hidden_layers = len(layers)
 
@@ -150,28 +151,39 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     launch = settings.launch
     sizes = dict.fromkeys(_PARTS, 0)
     parameters = list(model.parameters())
-    is_packed = any(hasattr(parameter, "weights") for parameter in parameters)
+    is_packed = any(map(_is_packed, parameters))
+    trained = 0
     for parameter in parameters:
         if parameter.requires_grad:
+            trained += parameter.numel()
             sizes[TRAINED] += parameter.numel() * _trained_width(parameter, settings, is_packed)
-        elif hasattr(parameter, "weights"):
-            sizes[BASE_4BIT if parameter.dtype == torch.uint8 else BASE_8BIT] += parameter.nbytes
         else:
-            sizes[BASE] += parameter.nbytes
+            sizes[_part_of_base(parameter)] += parameter.nbytes
     sizes[STATE] = state_bytes(model)
     sizes[BASE] += sum(buffer.nbytes for buffer in model.buffers())
     sizes[GRADIENTS] = sizes[TRAINED]
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     sizes[OPTIMIZER] = _optimizer_bytes(settings, trained, sizes[TRAINED])
     if launch.kind == "ddp" and launch.processes > 1:
         sizes[BUCKETS] = sizes[TRAINED]
-    if settings.values.get("beta") and not isinstance(model, PeftModel):
+    has_reference = settings.values.get("beta") and not settings.values.get("precompute_ref_log_probs")
+    if has_reference and not isinstance(model, PeftModel):
         sizes[REFERENCE] = sizes[BASE] + sizes[TRAINED]
-    spread = _SPREAD.get(launch.kind, ())
-    held = {part: -(-size // launch.ranks_per_copy) if part in spread else size for part, size in sizes.items()}
+    for part in _SPREAD.get(launch.kind, ()):
+        sizes[part] = math.ceil(sizes[part] / launch.ranks_per_copy)
     if launch.is_deepspeed:
-        held[BUCKETS] = _bucket_bytes(model, settings)
-    return held
+        sizes[BUCKETS] = _bucket_bytes(model, settings)
+    return sizes
+
+
+def _is_packed(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "weights")
+
+
+def _part_of_base(parameter: nn.Parameter) -> str:
+    """The component that a frozen parameter belongs to."""
+    if not _is_packed(parameter):
+        return BASE
+    return BASE_4BIT if parameter.dtype == torch.uint8 else BASE_8BIT
 
 
 def _trained_width(parameter: nn.Parameter, settings: Settings, is_packed: bool) -> int:
@@ -186,12 +198,17 @@ def _trained_width(parameter: nn.Parameter, settings: Settings, is_packed: bool)
 
 def _optimizer_bytes(settings: Settings, trained: int, trained_bytes: int) -> int:
     """Bytes of the optimizer's states of so many trained weights, which have so many bytes."""
-    name = str(getattr(settings.optim, "value", settings.optim))
-    numbers = next((count for part, count in _NUMBERS.items() if part in name), 2)
+    numbers = 2
+    for part, count in _NUMBERS.items():
+        if part in settings.optimizer:
+            numbers = count
+            break
     if settings.launch.is_deepspeed:  # a copy of the weights in float32, for which the states are
         return 4 * trained * (numbers + 1)
-    number_bytes = next((width for part, width in _NUMBER_BYTES.items() if part in name), None)
-    return numbers * (trained_bytes if number_bytes is None else trained * number_bytes)
+    for part, width in _NUMBER_BYTES.items():
+        if part in settings.optimizer:
+            return numbers * trained * width
+    return numbers * trained_bytes
 
 
 def _bucket_bytes(model: nn.Module, settings: Settings) -> int:

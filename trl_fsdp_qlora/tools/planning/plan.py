@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import psutil
 from transformers import PretrainedConfig
 
+from ...prefix_sharing.ranks import deciding_alone
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import read_config
 from . import model
@@ -67,7 +68,10 @@ class MemoryPlan:
     @property
     def measurable_peak(self) -> int:
         """The peak as a run measures it: on a card without the CUDA context, which its allocator does not know."""
-        return max(self.total(name) - parts.get(PROCESS, 0) * self.hardware.gpu for name, parts in self.phases.items())
+        if not self.hardware.gpu:
+            return self.peak
+        totals = [self.total(name) - parts[PROCESS] for name, parts in self.phases.items()]
+        return max(totals)
 
     @property
     def enough_cards(self) -> bool:
@@ -90,14 +94,15 @@ class MemoryPlan:
         """A line if prompt and completion are longer than the model has positions; `None` if they are not."""
         prompt = self.settings.prompt_tokens
         completion = self.settings.completion_tokens
-        if prompt + completion <= self.positions:
+        positions = self.positions
+        if prompt + completion <= positions:
             return None
-        completions = "answers of" if self.settings.is_paired else "max_completion_length:"
-        room = f"at most {self.positions - prompt}" if prompt < self.positions else "the prompts alone fill them"
-        return (
-            f"{completions} {completion} and prompts of {prompt} tokens are more than the {self.positions} "
-            f"positions of the model; {room}"
-        )
+        answers = "answers of" if self.settings.is_paired else "max_completion_length:"
+        room = "the prompts alone fill them"
+        if prompt < positions:
+            room = f"at most {positions - prompt}"
+        rows = f"{answers} {completion} and prompts of {prompt} tokens"
+        return f"{rows} are more than the {positions} positions of the model; {room}"
 
 
 def plan_recipe(
@@ -141,7 +146,8 @@ def make_plan(
     level = logger.level
     logger.setLevel(logging.ERROR)  # the libraries' messages are for a user who trains the model
     try:
-        with warnings.catch_warnings(action="ignore"):
+        # Within a launch the main rank plans alone.
+        with warnings.catch_warnings(action="ignore"), deciding_alone():
             run = FakeRun(settings, config, hardware.gpu)
             engine = plan_engine(run, hardware)
             phases = _phases(run, hardware, engine)
@@ -159,9 +165,13 @@ def changed(plan: MemoryPlan, **values: Any) -> MemoryPlan:
 
 def _parameters(run: FakeRun) -> tuple[int, int]:
     """Numbers of parameters of the base, and of trained ones."""
-    weights = dict(run.whole.named_parameters())
-    base = sum(model.weights_in(parameter) for name, parameter in weights.items() if "lora_" not in name)
-    return base, sum(p.numel() for p in weights.values() if p.requires_grad)
+    base = trained = 0
+    for name, parameter in run.whole.named_parameters():
+        if "lora_" not in name:
+            base += model.weights_in(parameter)
+        if parameter.requires_grad:
+            trained += parameter.numel()
+    return base, trained
 
 
 # --- the table of phases ---------------------------------------------------------------------------------------------
@@ -202,9 +212,12 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
 
     phases = {}
     for name, phase in table.items():
-        come_and_go = sum(phase.temporary.values()) + phase.gathered
-        room = math.ceil(SLACK * come_and_go) if hardware.gpu else 0
-        parts = {**always, **phase.temporary, **phase.present, GATHERED: phase.gathered, PROCESS: process, ROOM: room}
+        parts = always | phase.temporary | phase.present
+        parts[GATHERED] = phase.gathered
+        parts[PROCESS] = process
+        if hardware.gpu:
+            come_and_go = sum(phase.temporary.values()) + phase.gathered
+            parts[ROOM] = math.ceil(SLACK * come_and_go)
         phases[name] = {part: size for part, size in parts.items() if size}
     return phases
 
@@ -214,8 +227,13 @@ def _static(run: FakeRun) -> tuple[dict[str, int], dict[str, int]]:
     offload = run.settings.launch.offload
     static = model.static_bytes(run.whole, run.settings)
     on_host = {"": (), "optimizer": (model.OPTIMIZER,), "all": static.keys() - {model.BUCKETS}}[offload]
-    held = {part: size for part, size in static.items() if part not in on_host}
-    gradients = {part: held.pop(part) for part in (model.GRADIENTS, model.BUCKETS) if part in held}
+    held = {}
+    gradients = {}
+    for part, size in static.items():
+        if part in on_host:
+            continue
+        parts = gradients if part in (model.GRADIENTS, model.BUCKETS) else held
+        parts[part] = size
     return held, gradients
 
 
@@ -232,11 +250,13 @@ def _of_engine(engine: Engine | None, sleeps: bool) -> tuple[dict[str, int], dic
 def _update(run: FakeRun, gradients: dict[str, int]) -> int:
     """Bytes that the optimizer's update needs in addition."""
     settings = run.settings
-    if settings.launch.is_deepspeed:  # a partition's gradients in float32
-        return gradients.get(model.GRADIENTS, 0) * (2 if settings.mixed else 1)
+    size = gradients.get(model.GRADIENTS, 0)
+    if settings.launch.is_deepspeed and settings.mixed:  # a partition's gradients in float32
+        return 2 * size
     # TRL's default optimizer is fused, and updates in place.
-    is_fused = "fused" in str(getattr(settings.optim, "value", settings.optim))
-    return 0 if is_fused else gradients.get(model.GRADIENTS, 0)
+    if "fused" in settings.optimizer:
+        return 0
+    return size
 
 
 def _generation(run: FakeRun) -> dict[str, int]:

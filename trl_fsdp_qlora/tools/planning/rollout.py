@@ -46,11 +46,15 @@ def cache_bytes(run: FakeRun) -> tuple[int, int, int]:
     for kind in filter(keeps_keys, layer_types(text)):
         tokens = min(length, window) if kind == "sliding_attention" else length
         layers.append(token * rows * tokens)
-    recurrent = recurrent_layers(run.whole)
-    states = rows * sum(state_bytes(layer, text.hidden_size) for layer in recurrent)
+    states = 0
+    for layer in recurrent_layers(run.whole):
+        states += rows * state_bytes(layer, text.hidden_size)
     logits = (dtype.itemsize + 4 * 4) * rows * text.vocab_size
-    step = max(logits, max(layers, default=0) * (heads // key_heads))
-    return sum(layers) + states, token * len(layers) * settings.prompt_tokens, step
+    repeats = heads // key_heads
+    largest_layer = max(layers, default=0)
+    step = max(logits, largest_layer * repeats)
+    prompts = token * len(layers) * settings.prompt_tokens
+    return sum(layers) + states, prompts, step
 
 
 def state_bytes(layer: nn.Module, width: int) -> int:

@@ -82,6 +82,11 @@ class Settings:
         return "bfloat16" if self.bf16 or self.bf16 is None or launched == "bf16" else None
 
     @property
+    def optimizer(self) -> str:
+        """Name of the optimizer; a config that was built has an enumeration."""
+        return str(getattr(self.optim, "value", self.optim))
+
+    @property
     def checkpointing_kwargs(self) -> dict[str, Any]:
         """How activations are checkpointed; on a command line the field is JSON."""
         kwargs = self.gradient_checkpointing_kwargs or {}

@@ -32,11 +32,16 @@ class Stored(NamedTuple):
     def bytes_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Bytes of a weight of shape (..., out, in), and of its scales."""
         numbers = math.prod(shape)
-        blocks = -(-numbers // (self.block or shape[-1]))
-        state = math.ceil(blocks * self.state) + self.column * shape[-1]
+        columns = shape[-1]
+        in_a_block = self.block or columns
+        blocks = math.ceil(numbers / in_a_block)
+        state = math.ceil(blocks * self.state)
+        state += self.column * columns
         if self.nested:
-            state += 4 * -(-blocks // 256) + 4
-        return -(-numbers * self.bits // 8), state
+            shared_scales = math.ceil(blocks / 256)
+            state += 4 * shared_scales + 4
+        weight = math.ceil(numbers * self.bits / 8)
+        return weight, state
 
 
 def stored_format(model: ModelConfig, config: PretrainedConfig) -> Stored | None:
@@ -45,32 +50,47 @@ def stored_format(model: ModelConfig, config: PretrainedConfig) -> Stored | None
     if not fields:
         if model.load_in_4bit:
             return _four_bits(model.use_bnb_nested_quant)
-        return _EIGHT_BITS if model.load_in_8bit else None
-    read = _FORMATS.get(str(fields.get("quant_method") or "bitsandbytes"))
-    stored = None if read is None or fields.get("dequantize") else read(fields)
+        if model.load_in_8bit:
+            return _EIGHT_BITS
+        return None
+    method = str(fields.get("quant_method") or "bitsandbytes")
+    read = _FORMATS.get(method)
+    if read is None or fields.get("dequantize"):
+        return None
+    stored = read(fields)
     if stored is None:
         return None
-    skipped = fields.get("llm_int8_skip_modules") or fields.get("modules_to_not_convert") or fields.get("ignore") or ()
-    return stored._replace(dense=("lm_head", *(str(name).removeprefix("re:") for name in skipped)))
+    dense = ["lm_head"]
+    for key in ("llm_int8_skip_modules", "modules_to_not_convert", "ignore"):
+        for pattern in fields.get(key) or ():
+            dense.append(str(pattern).removeprefix("re:"))
+    return stored._replace(dense=tuple(dense))
 
 
 def counted_dense(model: ModelConfig, config: PretrainedConfig) -> str | None:
     """The name of a format of fewer bits that is not known here, so that its base counts dense; or `None`."""
     fields = quantization_of(config)
-    if not fields or fields.get("dequantize") or stored_format(model, config) is not None:
+    if not fields or fields.get("dequantize"):
+        return None
+    if stored_format(model, config) is not None:
         return None
     return str(fields.get("quant_method"))
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any]:
     """The quantization with which the checkpoint was saved; empty if it is dense."""
-    quantization = getattr(config, "quantization_config", None) or {}
-    return quantization if isinstance(quantization, dict) else quantization.to_dict()
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return {}
+    if isinstance(quantization, dict):
+        return quantization
+    return quantization.to_dict()
 
 
 def _four_bits(nested: bool) -> Stored:
     """What bitsandbytes makes of a dense weight, and this package of experts."""
-    return Stored(4, 64, 1 if nested else 4, nested, by_bitsandbytes=True)
+    bytes_of_scale = 1 if nested else 4
+    return Stored(4, 64, bytes_of_scale, nested, by_bitsandbytes=True)
 
 
 _EIGHT_BITS = Stored(8, None, 4, by_bitsandbytes=True)  # a float32 for each row
@@ -78,31 +98,43 @@ _EIGHT_BITS = Stored(8, None, 4, by_bitsandbytes=True)  # a float32 for each row
 
 def _bitsandbytes(fields: Mapping[str, Any]) -> Stored | None:
     if fields.get("load_in_4bit"):
-        return _four_bits(bool(fields.get("bnb_4bit_use_double_quant")))
-    return _EIGHT_BITS if fields.get("load_in_8bit") else None
+        nested = bool(fields.get("bnb_4bit_use_double_quant"))
+        return _four_bits(nested)
+    if fields.get("load_in_8bit"):
+        return _EIGHT_BITS
+    return None
 
 
 def _groups(fields: Mapping[str, Any]) -> Stored:
     """GPTQ and AWQ: each group of a row has a scale in half precision, and a zero point with the bits of a number."""
     bits = int(fields.get("bits") or fields.get("w_bit") or 4)
-    size = int(fields.get("group_size") or fields.get("q_group_size") or 128)
+    group_size = int(fields.get("group_size") or fields.get("q_group_size") or 128)
+    block = group_size if group_size > 0 else None
+    scale_and_zero = 2 + bits / 8
     # GPTQ keeps the group of each column.
-    column = 4 if fields.get("quant_method") == "gptq" else 0
-    return Stored(bits, size if size > 0 else None, 2 + bits / 8, column=column)
+    is_gptq = fields.get("quant_method") == "gptq"
+    return Stored(bits, block, scale_and_zero, column=4 if is_gptq else 0)
 
 
 def _compressed_tensors(fields: Mapping[str, Any]) -> Stored | None:
     """The first group of weights, if it is packed; groups have a scale in half precision."""
     groups = fields.get("config_groups") or {}
-    weights = next((group.get("weights") or {} for group in groups.values()), {})
-    bits = int(weights.get("num_bits") or 0)
-    return Stored(bits, weights.get("group_size") or None, 2) if bits in (4, 8) else None
+    for group in groups.values():
+        weights = group.get("weights") or {}
+        bits = int(weights.get("num_bits") or 0)
+        if bits in (4, 8):
+            block = weights.get("group_size") or None
+            return Stored(bits, block, 2)
+    return None
 
 
 def _fp8(fields: Mapping[str, Any]) -> Stored:
     """Blocks of two dimensions, or rows, have a float32."""
-    height, width = fields.get("weight_block_size") or (1, None)
-    return Stored(8, width and height * width, 4)
+    block_size = fields.get("weight_block_size")
+    if not block_size:
+        return Stored(8, None, 4)
+    height, width = block_size
+    return Stored(8, height * width, 4)
 
 
 # By the checkpoint's `quant_method`: what its fields say.

@@ -20,28 +20,36 @@ def format_plan(plan: MemoryPlan) -> str:
 
 def _head(plan: MemoryPlan) -> str:
     launch = plan.settings.launch
-    devices = f"{launch.processes} × {plan.hardware.name}" if launch.processes > 1 else plan.hardware.name
+    devices = plan.hardware.name
+    if launch.processes > 1:
+        devices = f"{launch.processes} × {devices}"
     if launch.machines > 1:
         devices += f" on {launch.machines} machines"
     base, trained = plan.parameters
-    return (
-        f"{plan.settings.model.model_name_or_path}: {base / 1e9:.2f}e9 weights, {trained / 1e6:.1f}e6 trained; "
-        f"{launch.kind} on {devices}, {format_bytes(plan.capacity)} per rank"
-    )
+    weights = f"{base / 1e9:.2f}e9 weights, {trained / 1e6:.1f}e6 trained"
+    room = f"{format_bytes(plan.capacity)} per rank"
+    return f"{plan.settings.model.model_name_or_path}: {weights}; {launch.kind} on {devices}, {room}"
 
 
 def _table(plan: MemoryPlan) -> list[str]:
     """A line for each component, with a column for each phase."""
-    unit, unit_name = (GIB, "GiB") if plan.peak >= GIB else (2**20, "MiB")
-    heads = [f"{phase}{' *' if phase == plan.limiting else ''}" for phase in plan.phases]
-    rows = [(f"{unit_name} per rank", heads)]
-    for component in dict.fromkeys(component for phase in plan.phases.values() for component in phase):
-        sizes = [phase.get(component) for phase in plan.phases.values()]
-        rows.append((component, ["" if size is None else f"{size / unit:.2f}" for size in sizes]))
-    rows.append(("together", [f"{plan.total(phase) / unit:.2f}" for phase in plan.phases]))
-    width = max(len(label) for label, _ in rows)
+    unit, unit_name = (2**20, "MiB")
+    if plan.peak >= GIB:
+        unit, unit_name = (GIB, "GiB")
+    phases = plan.phases.values()
+    heads = [f"{name} *" if name == plan.limiting else name for name in plan.phases]
+    rows = {f"{unit_name} per rank": heads}
+    for phase in phases:
+        for component in phase:
+            rows[component] = [f"{other[component] / unit:.2f}" if component in other else "" for other in phases]
+    rows["together"] = [f"{plan.total(name) / unit:.2f}" for name in plan.phases]
+    label_width = max(map(len, rows))
     widths = [max(10, len(head)) for head in heads]
-    return [f"{label:<{width}}  " + "  ".join(map(str.rjust, cells, widths)) for label, cells in rows]
+    lines = []
+    for label, cells in rows.items():
+        aligned = map(str.rjust, cells, widths)
+        lines.append(f"{label:<{label_width}}  " + "  ".join(aligned))
+    return lines
 
 
 def _verdict(plan: MemoryPlan) -> list[str]:

@@ -42,7 +42,8 @@ def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> 
     except UserError:
         raise
     except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
-        raise UserError(f"{name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{name} cannot be loaded: {reason}") from error
     except RuntimeError as error:
         if "size mismatch" not in str(error):
             raise
@@ -58,15 +59,16 @@ def check_loads(adapter: str | Path, base: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load_model(base, adapter, dtype="auto")
-    missing = [str(warning.message) for warning in caught if "missing adapter keys" in str(warning.message)]
-    if missing:
-        raise UserError(f"{adapter} lacks weights for layers of {base}: {missing[0][:200]}")
+    for warning in caught:
+        text = str(warning.message)
+        if "missing adapter keys" in text:
+            raise UserError(f"{adapter} lacks weights for layers of {base}: {text[:200]}")
 
 
 def _refuse_weights_that_are_not_finite(adapter: str | Path | None, weights: dict[str, torch.Tensor]) -> None:
-    broken = next((key for key, weight in weights.items() if not weight.isfinite().all()), None)
-    if broken is not None:
-        raise UserError(f"{adapter} has weights that are not finite (NaN or infinite), in {broken}")
+    for key, weight in weights.items():
+        if not weight.isfinite().all():
+            raise UserError(f"{adapter} has weights that are not finite (NaN or infinite), in {key}")
 
 
 def has_own(adapter: str | Path | None, file: str) -> bool:
@@ -81,19 +83,23 @@ def processor_source(adapter: str | Path | None, base: str, revision: str | None
     return base, revision
 
 
+# The whole weight of `modules_to_save`, and the factors of LoRA that have a row or a column for each token.
+_WITH_A_TOKEN_EACH = {"weight": 0, "modules_to_save.weight": 0, "lora_embedding_A": 1, "lora_B.weight": 0}
+
+
 def rows_of_adapter(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> int | None:
     """Rows of the embedding or head that an adapter holds; `None` if it holds neither.
 
     A base may be padded beyond its tokenizer's tokens, and so may the copy that `modules_to_save` has of it.
     """
-    tied = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = [name for name, module in model.named_modules() if any(module is each for each in tied)]
-    # The whole weight of `modules_to_save`, or the factor of LoRA that has a row or a column for each token.
-    places = (("weight", 0), ("modules_to_save.weight", 0), ("lora_embedding_A", 1), ("lora_B.weight", 0))
-    for key, weight in weights.items():
-        for end, dimension in places:
-            if any(key.endswith(f"{name}.{end}") for name in names):
-                return weight.shape[dimension]
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if module is embedding or module is head]
+    for name in names:
+        for end, dimension in _WITH_A_TOKEN_EACH.items():
+            of_tokens = [weight for key, weight in weights.items() if key.endswith(f"{name}.{end}")]
+            if of_tokens:
+                return of_tokens[0].shape[dimension]
     return None
 
 

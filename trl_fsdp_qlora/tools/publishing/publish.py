@@ -33,13 +33,17 @@ FILES = (CONFIG, WEIGHTS, CARD, *PROCESSING)
 def _rename_on_card(card: ModelCard, old_base: str, base: str, repo: str) -> None:
     """Put `base` in place of `old_base` in metadata, text and recipe, and fill in the quick start's two names."""
     card.data.base_model = base
-    card.data.tags = [tag.replace(f":{old_base}", f":{base}") for tag in card.data.tags or []]
-    card.text = card.text.replace(code(old_base), code(base))
+    tags = card.data.tags or []
+    card.data.tags = [tag.replace(f":{old_base}", f":{base}") for tag in tags]
+    text = card.text.replace(code(old_base), code(base))
     in_yaml = yaml.safe_dump(old_base, allow_unicode=True).splitlines()[0]
     for written in (old_base, shlex.quote(old_base), in_yaml):
-        card.text = re.sub(rf"(?m)(model_name_or_path:? ){re.escape(written)}(?=\s)", rf"\g<1>{base}", card.text)
+        setting = rf"(?m)(model_name_or_path:? ){re.escape(written)}(?=\s)"
+        text = re.sub(setting, rf"\g<1>{base}", text)
     for variable, name in (("base", base), ("adapter", repo)):
-        card.text = re.sub(rf"(?m)^{variable} = .*  # fill in: .*$", f"{variable} = {name!r}", card.text)
+        to_fill_in = rf"(?m)^{variable} = .*  # fill in: .*$"
+        text = re.sub(to_fill_in, f"{variable} = {name!r}", text)
+    card.text = text
 
 
 def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> str:
@@ -62,23 +66,29 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
         raise UserError(f"{folder} has no {WEIGHTS}")
     base = base or trained_on
     base_on_card = card.data.base_model
-    if Path(base).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", base):
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", base) is not None
+    if Path(base).exists() or not is_name:
+        folder_name = Path(base).name
         raise UserError(
-            f"{folder / CONFIG} names the folder {Path(base).name!r} as the base, which no reader has; name the "
+            f"{folder / CONFIG} names the folder {folder_name!r} as the base, which no reader has; name the "
             "model on the Hub: --base owner/name"
         )
     if base_on_card not in {base, trained_on, Path(trained_on).name}:
         raise UserError(f"{folder / CARD} has base_model: {base_on_card}, but the adapter was trained on {trained_on}")
-    check_loads(folder, trained_on if Path(trained_on).exists() else base)
+    is_here = Path(trained_on).exists()
+    check_loads(folder, trained_on if is_here else base)
     config["base_model_name_or_path"] = base
     _rename_on_card(card, base_on_card, base, repo)
-    if not (folder / TOKENIZER).is_file():  # the quick start finds none next to the adapter
+    has_tokenizer = (folder / TOKENIZER).is_file()
+    if not has_tokenizer:  # the quick start finds none next to the adapter
         card.text = re.sub(r"(?m)^(processor = \w+\.from_pretrained)\(adapter\)$", r"\1(base)", card.text)
     for name in FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, scratch / name)
+        file = folder / name
+        if file.is_file():
+            shutil.copyfile(file, scratch / name)
+    written = json.dumps(config, indent=2, sort_keys=True)
     (scratch / CARD).write_text(str(card), encoding="utf-8")
-    (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    (scratch / CONFIG).write_text(written, encoding="utf-8")
     return base
 
 
@@ -112,13 +122,14 @@ def _one_line(error: BaseException) -> str:
 
 def described(card: ModelCard) -> list[str]:
     """Lines with what the card has for a reader: the base, licences, data and results."""
-    data = card.data
-    measured = [f"{result.metric_name}: {result.metric_value}" for result in data.eval_results or ()]
-    of_data = re.search(r"(?m)^- data: (.*)$", card.text)
+    results = card.data.eval_results or ()
+    measured = [f"{result.metric_name}: {result.metric_value}" for result in results]
+    data = re.search(r"(?m)^- data: (.*)$", card.text)
+    licence = card.data.license or "not stated; license: in the recipe or on the card names one"
     return [
-        f"base: {data.base_model}",
-        f"licence: {data.license or 'not stated; license: in the recipe or on the card names one'}",
-        f"data: {of_data[1] if of_data else 'not stated'}",
+        f"base: {card.data.base_model}",
+        f"licence: {licence}",
+        f"data: {data[1] if data else 'not stated'}",
         f"results: {', '.join(measured) or 'none were measured'}",
     ]
 
@@ -140,10 +151,13 @@ def run_publish(arguments: list[str]) -> int:
         scratch = Path(name)
         base = stage(options.adapter, scratch, options.repo, options.base)
         files = {path.name for path in scratch.iterdir()}
-        left_out = sorted({path.name for path in options.adapter.iterdir()} - files)
-        print(f"to be published as {options.repo}, an adapter of {base}: {', '.join(sorted(files))}")
-        print(f"left out: {', '.join(left_out) or 'nothing'}")
-        print("\n".join(described(ModelCard.load(scratch / CARD))), flush=True)
+        there = {path.name for path in options.adapter.iterdir()}
+        sent = ", ".join(sorted(files))
+        left_out = ", ".join(sorted(there - files)) or "nothing"
+        print(f"to be published as {options.repo}, an adapter of {base}: {sent}")
+        print(f"left out: {left_out}")
+        for line in described(ModelCard.load(scratch / CARD)):
+            print(line, flush=True)
         if options.check:
             print("checked: it loads, and nothing was sent")
         else:

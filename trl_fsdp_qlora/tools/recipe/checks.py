@@ -335,17 +335,24 @@ def check_model(model: ModelConfig, wrapped: Sequence[str] = ()) -> None:
         with_adapter(bare, model)
 
 
+class Checked(NamedTuple):
+    """What the checks of a recipe have loaded: the model's tokenizer, and the user's code."""
+
+    tokenizer: Any
+    code: UserCode
+
+
 def check_recipe(
     script: ScriptArguments, config: "TrainingArguments", model: ModelConfig, wrapped: Sequence[str] | None = None
-) -> Any:
-    """Run all checks of this module for a recipe that trains; returns the model's tokenizer.
+) -> Checked:
+    """Run all checks of this module for a recipe that trains.
 
     `wrapped` are names of classes that FSDP is to wrap, by default those of this launch.
 
     Raises:
         UserError: the message has the field, the value and the line to write.
     """
-    code = user_code(script)
+    code = user_code(script, vars(config))
     check_training(config, model)
     check_reward_weights(script, config)
     check_launch_environment(config, model)
@@ -356,4 +363,4 @@ def check_recipe(
         tokenizer = code.tool_format(tokenizer)
         check_tool_template(tokenizer, model.model_name_or_path)
     check_model(model, wrapped_here() if wrapped is None else wrapped)
-    return tokenizer
+    return Checked(tokenizer, code)

@@ -41,8 +41,13 @@ def is_current() -> bool:
         installed = [version(library) for library in LIBRARIES]
     except PackageNotFoundError:
         return False
-    written = [_generated()["versions"][library] for library in LIBRARIES]
-    return [release.split(".")[:2] for release in installed] == [release.split(".")[:2] for release in written]
+    versions = _generated()["versions"]
+    written = [versions[library] for library in LIBRARIES]
+    return list(map(_minor, installed)) == list(map(_minor, written))
+
+
+def _minor(release: str) -> list[str]:
+    return release.split(".")[:2]
 
 
 def known_names(*commands: str) -> set[str] | None:
@@ -71,12 +76,14 @@ def spellings(names: Collection[str]) -> set[str]:
 def check_options(words: Sequence[str], known: Collection[str]) -> None:
     """Refuse options that are not in `known`, all at once; a [`ConfigError`] has what was meant."""
     options = [word.partition("=")[0] for word in words if word.startswith("--")]
-    _refuse([option for option in options if option not in known], known)
+    unknown = [option for option in options if option not in known]
+    _refuse(unknown, known)
 
 
 def check_keys(config: Collection[str], known: Collection[str], path: str | Path) -> None:
     """Refuse keys of the file at `path` that are not in `known`, all at once; a [`ConfigError`] has what was meant."""
-    _refuse([key for key in config if key not in known], known, f"{path}: ")
+    unknown = [key for key in config if key not in known]
+    _refuse(unknown, known, f"{path}: ")
 
 
 def _refuse(unknown: Sequence[Any], known: Collection[str], lead: str = "") -> None:
@@ -87,17 +94,22 @@ def _refuse(unknown: Sequence[Any], known: Collection[str], lead: str = "") -> N
 
 def _meant(key: str, known: Collection[str]) -> str:
     """What a user who wrote `key` wants to know."""
-    bare = key.lstrip("-").replace("-", "_")
+    bare = _bare(key)
     if bare in OTHER_NAMES:
         return OTHER_NAMES[bare]
-    likeness = {name: _likeness(bare, name.lstrip("-").replace("-", "_")) for name in known}
+    likeness = {name: _likeness(bare, _bare(name)) for name in known}
     best = max(likeness.values(), default=0.0)
     if not best:
         return "no field is called so; --help all lists the fields"
     # Of the spellings of an option the one that is most like the user's.
-    nearest = [name for name, value in likeness.items() if value == best]
-    spelled_alike = difflib.get_close_matches(key, sorted(nearest), n=1, cutoff=0.0)
-    return f"did you mean {spelled_alike[0]!r}?"
+    nearest = sorted(name for name, value in likeness.items() if value == best)
+    meant = difflib.get_close_matches(key, nearest, n=1, cutoff=0.0)[0]
+    return f"did you mean {meant!r}?"
+
+
+def _bare(option: str) -> str:
+    """An option as the field that it sets."""
+    return option.lstrip("-").replace("-", "_")
 
 
 def _likeness(name: str, known: str) -> float:
@@ -108,11 +120,16 @@ def _likeness(name: str, known: str) -> float:
     """
     if name.replace("_", "") == known.replace("_", ""):
         return 1.0
-    words, known_words = name.split("_"), known.split("_")
+    words = name.split("_")
+    known_words = known.split("_")
     if len(words) != len(known_words):
         return 0.0
-    ratios = [difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(words, known_words, strict=True)]
-    return min(ratios) if min(ratios) >= _SAME_WORD else 0.0
+    ratios = []
+    for word, known_word in zip(words, known_words, strict=True):
+        matcher = difflib.SequenceMatcher(None, word, known_word)
+        ratios.append(matcher.ratio())
+    worst = min(ratios)
+    return worst if worst >= _SAME_WORD else 0.0
 
 
 class _Loader(yaml.SafeLoader):

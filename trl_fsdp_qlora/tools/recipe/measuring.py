@@ -6,16 +6,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from datasets import Dataset
+from jinja2 import TemplateError
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ...compat import trl as trls
 from ...utils.nonfatal import nonfatal
 from ..evaluation.accuracy import Evaluation, evaluate, format_result
+from ..evaluation.drawing import MeasuringTrainer
 from ..evaluation.measurement import Measurement
-from .arguments import ScriptArguments
-from .checks import user_code
+from .arguments import ConfigError, ScriptArguments
+from .checks import UserCode, user_code
 from .record import RunRecord
 from .script import say
 
@@ -28,10 +30,9 @@ def completion_length(args: TrainingArguments, script: ScriptArguments) -> int:
     return vars(args).get("max_completion_length") or vars(script)["max_completion_length"]
 
 
-def measurement_of(script: ScriptArguments, args: TrainingArguments) -> Measurement:
+def measurement_of(script: ScriptArguments, args: TrainingArguments, code: UserCode) -> Measurement:
     """How a recipe measures: with the prompts and the limits of its training."""
     settings = vars(args)  # not every trainer has every field
-    code = user_code(script, settings)
     return Measurement(
         max_new_tokens=completion_length(args, script),
         batch_size=script.accuracy_batch_size,
@@ -42,6 +43,30 @@ def measurement_of(script: ScriptArguments, args: TrainingArguments) -> Measurem
         max_tool_turns=settings.get("max_tool_calling_iterations"),
         judge=code.judge,
     )
+
+
+_RENDERED = 64  # prompts that are rendered before a model is loaded
+
+
+def check_prompts(prompts: Dataset, tokenizer: PreTrainedTokenizerBase, measurement: Measurement) -> None:
+    """Refuse prompts that the chat template cannot render, before a model is loaded.
+
+    Prompts with images need the model's processor, and those of environments a reset, so training renders them first.
+
+    Raises:
+        ConfigError: the message has the row and the template's own reason.
+    """
+    if measurement.agent is not None or "images" in prompts.column_names:
+        return
+    trainer = MeasuringTrainer(tokenizer, measurement)
+    for row in prompts.select(range(min(_RENDERED, len(prompts)))):
+        try:
+            trainer.prompt_ids([row])
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template cannot render the prompt of row {row['row'] + 1}: {error}; its options are "
+                "chat_template_kwargs"
+            ) from error
 
 
 def can_measure(trainer: "TrainerRun") -> bool:
@@ -73,7 +98,7 @@ class AccuracyCallback(TrainerCallback):
         self.test = test
         self.record = record
         self.seconds_before = 0.0
-        self.measurement = measurement_of(script, trainer.args)
+        self.measurement = measurement_of(script, trainer.args, user_code(script, vars(trainer.args)))
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
         """Measure the held-out accuracy of the current model, on every rank."""

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from ...utils.plain import counted
 from ..data.answers import DatasetError, can_be_graded
-from ..data.datasets import check_split, has_splits, hold_out, read_problems, to_prompts, without_overlap
+from ..data.datasets import has_splits, hold_out, read_problems, to_prompts, without_overlap
 from ..data.rewards import COMPARING_REWARDS
 from .arguments import ScriptArguments
 from .checks import OWN_REWARD
@@ -43,12 +43,6 @@ def _read(args: ScriptArguments, source: str, split: str, graded: bool) -> list[
     return read_problems(source, split, args.dataset_config, *columns, whole_rows=True, graded=graded)
 
 
-def check_splits(args: ScriptArguments) -> None:
-    """Refuse the name of a split of data that has none."""
-    check_split(args.dataset, args.dataset_split, "dataset_split")
-    check_split(args.eval_dataset or args.dataset, args.eval_split, "eval_split")
-
-
 def _is_decided(args: ScriptArguments) -> bool:
     """Whether a function or an environment decides what is right, so that accuracy needs no answers."""
     return args.accuracy_function is not None or OWN_REWARD in args.rewards
@@ -69,7 +63,6 @@ def load_problems(args: ScriptArguments) -> Problems:
     Raises:
         DatasetError: nothing is held out although accuracy could be measured, or nothing is left.
     """
-    check_splits(args)
     graded = not set(args.rewards).isdisjoint(COMPARING_REWARDS)
     train = _read(args, args.dataset, args.dataset_split, graded)
     is_measured = not args.skip_accuracy and bool(_gradable(args, train[:_LOOKED_AT]))
@@ -155,7 +148,6 @@ def load_held_out(args: ScriptArguments) -> Dataset:
 
     They come from all of a file without splits, unless `held_out` takes a part of it.
     """
-    check_splits(args)
     if args.held_out:
         _, test = hold_out(_read(args, args.dataset, args.dataset_split, graded=False), args.held_out)
     else:

@@ -224,6 +224,7 @@ class RunPage(TrainerCallback):
         self.trainer = trainer
         self.record = record
         self.folder = Path(trainer.args.output_dir)
+        self.path = self.folder / PAGE
         trainer.keeps_drawn_rows = True  # of a trainer that draws completions
         self._earlier = record.content.get("warnings", [])  # of a resumed run's first part
 
@@ -247,8 +248,8 @@ class RunPage(TrainerCallback):
             write_completions(self.folder, step, drawn)
 
     @nonfatal("the page of the run")
-    def write(self) -> Path | None:
-        """Write the page of what the run has left so far; its path on the main rank, `None` on the others."""
+    def write(self) -> None:
+        """Write the page of what the run has left so far, on the main rank."""
         texts = list(dict.fromkeys([*self._earlier, *WARNINGS.texts]))
         trainer = self.trainer
         about = {}
@@ -259,8 +260,5 @@ class RunPage(TrainerCallback):
                 zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True)
             )
         self.record.put(history=trainer.state.log_history, warnings=texts[:_MOST_WARNINGS], **about)
-        if not PartialState().is_main_process:
-            return None
-        path = self.folder / PAGE
-        write_report(self.folder, path, with_completions=not trainer.args.push_to_hub)
-        return path
+        if PartialState().is_main_process:
+            write_report(self.folder, self.path, with_completions=not trainer.args.push_to_hub)

@@ -38,8 +38,11 @@ def load_processing(name: str, revision: str | None, images: bool):
 
 def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool = False) -> dict[str, Any]:
     """A trainer's arguments by name for a recipe's model; the loading options go into `config.model_init_kwargs`."""
-    names = {"revision": "model_revision", "attn_implementation": "attn_implementation", "dtype": "dtype"}
-    loading = {name: vars(model)[field] for name, field in names.items()}
+    loading = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
     config.model_init_kwargs = loading | (config.model_init_kwargs or {})
     return {
         "processing_class": load_processing(model.model_name_or_path, model.model_revision, images),
@@ -86,33 +89,6 @@ def build_trainer(
     return trainer
 
 
-def _finished_text(trainer: Any, script: ScriptArguments) -> str:
-    args = trainer.args
-    goal = "num_train_epochs" if args.max_steps <= 0 else "max_steps"
-    return (
-        f"the run in {args.output_dir} is finished ({goal}={vars(args)[goal]:g}): nothing is trained, and "
-        f"what it left stays as it is\n  train on:   the same command with a larger --{goal}\n"
-        f"{next_commands(args.output_dir, script, _is_adapter(trainer))}"
-    )
-
-
-def _is_adapter(trainer: Any) -> bool:
-    return is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
-
-
-@nonfatal("the model card")
-def _begin_card(trainer: Any, script: ScriptArguments, test: Dataset | None, command: list[str]) -> None:
-    """Put on the card what is known before training."""
-    card = trainer.card_info
-    card.dataset = script.dataset or vars(script)["pairs"]
-    card.license = script.license
-    card.data_license = script.data_license
-    card.quickstart_prompt = (test or trainer.train_dataset)[0].get("prompt")
-    card.max_new_tokens = completion_length(trainer.args, script)
-    card.command = command
-    card.recipe_file = pop_options(sys.argv, ("--config",))[0].get("--config")
-
-
 def run_recipe(
     trainer: Any,
     script: ScriptArguments,
@@ -123,7 +99,7 @@ def run_recipe(
     """Measure, train, measure again, and save.
 
     The output folder then has adapter, `metrics.json`, the page of the run, `report.html`, and the
-    card of a trainer of this package.
+    card of a trainer of this package. A run that is finished is left as it is.
 
     Args:
         trainer: a trainer that has not trained yet, of this package or of TRL's own.
@@ -135,60 +111,136 @@ def run_recipe(
     Raises:
         UserError: at the very end, if no completion of the whole run got a reward.
     """
-    args = trainer.args
-    is_ours = hasattr(trainer, "card_info")
-    record = RunRecord(args.output_dir)
-    if is_ours:
-        resume = trainer.checkpointing.resume_from(resume)
-    else:
-        resume = on_main(lambda: resolve_resume(args.output_dir, resume))
-    if resume is not None:
-        if record.content.get("finished_step", -1) == last_step(resume, args):
-            say(_finished_text(trainer, script))
-            return record.content
-        say(f"continuing from {resume}")
-    is_measured = not script.skip_accuracy and test is not None and can_measure(trainer)
-    command = launch_words()
-    record.begin(trainer, script, model or ModelConfig(), step_of(resume) if resume else 0, is_measured, command)
-    if is_ours:
-        _begin_card(trainer, script, test, command)
-    accuracy = AccuracyCallback(trainer, script, test, record) if is_measured else None
-    page = RunPage(trainer, record)
-    for callback in filter(None, (accuracy, page)):
-        trainer.add_callback(callback)
-    use_terminal(trainer)
-
-    started = time.perf_counter()
-    _train(trainer, resume, shlex.join([*command, "--resume_from_checkpoint", "auto"]))  # the last value counts
-    trainer.save_model(_internal_call=True)  # before a measurement or a picture can fail
-    seconds = time.perf_counter() - started - (0 if accuracy is None else accuracy.seconds_before)
-    record.put(train_seconds=seconds, history=trainer.state.log_history)
-
-    results = "" if accuracy is None else accuracy.finish()
-    if is_ours:
-        trainer.create_model_card(Path(args.output_dir).name)
-    record.put(finished_step=trainer.state.global_step)
-    page_path = page.write()
-    if args.push_to_hub:
-        trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
-    card = ["card"] if is_ours else []
-    page_name = [] if page_path is None else [page_path.name]
-    files = ["adapter" if _is_adapter(trainer) else "model", *card, "metrics.json", *page_name]
-    say(f"{', '.join(files[:-1])} and {files[-1]} are in {args.output_dir}")
-    say(next_commands(args.output_dir, script, _is_adapter(trainer)))
-    if results:
-        say(results)
-    rewards = getattr(trainer, "reward_values", None)
-    if rewards is not None and rewards.line_if_none():
-        raise UserError(rewards.line_if_none())
-    return record.content
+    run = _Run(trainer, script, test, model or ModelConfig())
+    checkpoint = run.find_checkpoint(resume)
+    if checkpoint is not None and run.has_ended_at(checkpoint):
+        run.say_that_it_is_finished()
+        return run.record.content
+    run.begin(checkpoint)
+    run.train(checkpoint)
+    run.measure_and_describe()
+    run.say_what_is_there()
+    run.refuse_rewards_without_value()
+    return run.record.content
 
 
-def _train(trainer: Any, resume: str | None, resume_command: str) -> None:
-    """Train from `resume` on; a stopped run prints `resume_command`."""
-    if hasattr(trainer, "resume_command"):
-        trainer.resume_command = resume_command
-        trainer.train(resume_from_checkpoint=resume)
-    else:
-        with stopping_after_step(trainer, resume_command):
-            trainer.train(resume_from_checkpoint=resume)
+class _Run:
+    """A recipe's run: its trainer, what it measures, and what it writes."""
+
+    def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset | None, model: ModelConfig):
+        self.trainer = trainer
+        self.script = script
+        self.test = test
+        self.model = model
+        self.args = trainer.args
+        self.folder = trainer.args.output_dir
+        self.is_ours = hasattr(trainer, "card_info")
+        self.command = launch_words()
+        self.record = RunRecord(self.folder)
+        self.accuracy: AccuracyCallback | None = None
+        if test is not None and not script.skip_accuracy and can_measure(trainer):
+            self.accuracy = AccuracyCallback(trainer, script, test, self.record)
+        self.results = ""
+
+    @property
+    def is_adapter(self) -> bool:
+        return is_peft_model(self.trainer.accelerator.unwrap_model(self.trainer.model))
+
+    def find_checkpoint(self, resume: str | bool | None) -> str | None:
+        """The checkpoint that `resume_from_checkpoint` means, if any."""
+        if self.is_ours:
+            return self.trainer.checkpointing.resume_from(resume)
+        return on_main(lambda: resolve_resume(self.folder, resume))
+
+    def has_ended_at(self, checkpoint: str) -> bool:
+        """Whether the run was finished when `checkpoint` was written, and is to be no longer."""
+        return self.record.content.get("finished_step", -1) == last_step(checkpoint, self.args)
+
+    def say_that_it_is_finished(self) -> None:
+        goal = "num_train_epochs" if self.args.max_steps <= 0 else "max_steps"
+        value = vars(self.args)[goal]
+        self._say_what_is_next(
+            f"the run in {self.folder} is finished ({goal}={value:g}): nothing is trained, and what it left stays as "
+            f"it is\n  train on:   the same command with a larger --{goal}"
+        )
+
+    def _say_what_is_next(self, line: str) -> None:
+        say(f"{line}\n{next_commands(self.folder, self.script, self.is_adapter)}")
+
+    def begin(self, checkpoint: str | None) -> None:
+        """Write what is known before training, and let accuracy, page and terminal follow the run."""
+        if checkpoint is not None:
+            say(f"continuing from {checkpoint}")
+        self.record.begin(
+            self.trainer,
+            self.script,
+            self.model,
+            0 if checkpoint is None else step_of(checkpoint),
+            self.accuracy is not None,
+            self.command,
+        )
+        self.page = RunPage(self.trainer, self.record)  # which keeps the warnings of an earlier part
+        if self.is_ours:
+            self._begin_card()
+        if self.accuracy is not None:
+            self.trainer.add_callback(self.accuracy)
+        self.trainer.add_callback(self.page)
+        use_terminal(self.trainer)
+
+    @nonfatal("the model card")
+    def _begin_card(self) -> None:
+        card = self.trainer.card_info
+        prompts = self.test or self.trainer.train_dataset
+        card.dataset = self.script.dataset or vars(self.script)["pairs"]
+        card.license = self.script.license
+        card.data_license = self.script.data_license
+        card.quickstart_prompt = prompts[0].get("prompt")
+        card.max_new_tokens = completion_length(self.args, self.script)
+        card.command = self.command
+        card.recipe_file = pop_options(sys.argv, ("--config",))[0].get("--config")
+
+    def train(self, checkpoint: str | None) -> None:
+        """Train from `checkpoint` on and save the weights; a stopped run prints the command that continues it."""
+        trainer = self.trainer
+        started = time.perf_counter()
+        resume_command = shlex.join([*self.command, "--resume_from_checkpoint", "auto"])  # the last value counts
+        if hasattr(trainer, "resume_command"):
+            trainer.resume_command = resume_command
+            trainer.train(resume_from_checkpoint=checkpoint)
+        else:
+            with stopping_after_step(trainer, resume_command):
+                trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(_internal_call=True)  # before a measurement or a picture can fail
+        seconds = time.perf_counter() - started
+        if self.accuracy is not None:
+            seconds -= self.accuracy.seconds_before
+        self.record.put(train_seconds=seconds, history=trainer.state.log_history)
+
+    def measure_and_describe(self) -> None:
+        """Measure again, and write card, figures and page; upload them if the recipe asks for it."""
+        if self.accuracy is not None:
+            self.results = self.accuracy.finish()
+        if self.is_ours:
+            self.trainer.create_model_card(Path(self.folder).name)
+        self.record.put(finished_step=self.trainer.state.global_step)
+        self.page.write()
+        if self.args.push_to_hub:
+            self.trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def say_what_is_there(self) -> None:
+        files = ["adapter" if self.is_adapter else "model"]
+        if self.is_ours:
+            files.append("card")
+        files.append("metrics.json")
+        if self.page.path.is_file():
+            files.append(self.page.path.name)
+        self._say_what_is_next(f"{', '.join(files[:-1])} and {files[-1]} are in {self.folder}")
+        if self.results:
+            say(self.results)
+
+    def refuse_rewards_without_value(self) -> None:
+        """Raises a [`UserError`] if no completion of the run got a reward."""
+        rewards = getattr(self.trainer, "reward_values", None)
+        line = None if rewards is None else rewards.line_if_none()
+        if line:
+            raise UserError(line)

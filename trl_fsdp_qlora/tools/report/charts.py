@@ -55,42 +55,59 @@ _UNINTERESTING = ("step", "epoch", "num_tokens", "total_flos", "accuracy", "accu
 
 def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
     """(the charts that everybody reads, one for each further metric), without empty ones."""
-    shown: set[str] = {"completions/min_length", "completions/max_length"}
-    first = [_accuracy(run)]
-    for title, about, metrics, percent in _CHARTS:
-        chart = Chart(title, about, percent=percent)
-        for metric, name in metrics.items():
-            chart.series += _series(run, metric, name)
-            shown.add(metric)
-        if title == "Completion length" and chart.series:
-            _add_band(chart.series[0], run, "completions/min_length", "completions/max_length")
-        first.append(chart)
-    metrics = dict.fromkeys(name for entry in run.history for name in entry)
+    metrics = list(dict.fromkeys(name for entry in run.history for name in entry))
     functions = _names(metrics, "rewards/", "/mean")
+    first = [_accuracy(run), *(_chart(run, *row) for row in _CHARTS)]
     if len(functions) > 1:
-        chart = Chart("Rewards by function", "means of the sampled completions")
-        for name in functions:
-            chart.series += _series(run, f"rewards/{name}/mean", name)
-        first.insert(2, chart)
+        first.insert(2, _rewards_by_function(run, functions))
+    first.append(Chart("Seconds of a step", "by phase, stacked", _phases(run, metrics), kind="stack"))
+    first.append(_memory(run, metrics))
+    shown = {"completions/min_length", "completions/max_length"}
+    shown.update(metric for _, _, of_chart, _ in _CHARTS for metric in of_chart)
     shown.update(f"rewards/{name}/mean" for name in functions)
-    peaks = _names(metrics, "memory/", "_peak_mib")
-    memory = [series for name in peaks for series in _series(run, f"memory/{name}_peak_mib", name.replace("_", " "))]
-    memory += _series(run, "memory/planned_mib", "planned")
-    first += [
-        Chart("Seconds of a step", "by phase, stacked", _phases(run, metrics), kind="stack"),
-        Chart("Memory", "highest use in each phase, MiB", memory),
-    ]
-    shown.update(name for name in metrics if name.startswith(("time/", "memory/")))
-    further = [
-        Chart(name, "", _series(run, name, name))
-        for name in sorted(metrics)
-        if name not in shown and name not in _UNINTERESTING and not name.startswith("train_")
-    ]
-    charts = [chart for chart in first if chart.series], [chart for chart in further if chart.series]
-    for chart in [*charts[0], *charts[1]]:
+    further = [Chart(name, "", _series(run, name, name)) for name in sorted(metrics) if _is_further(name, shown)]
+    charts = _with_curves(first), _with_curves(further)
+    for chart in itertools.chain(*charts):
         for series, color in zip(chart.series, itertools.cycle(COLORS), strict=False):
             series.color = color
     return charts
+
+
+def _with_curves(charts: list[Chart]) -> list[Chart]:
+    return [chart for chart in charts if chart.series]
+
+
+def _is_further(metric: str, shown: set[str]) -> bool:
+    """Whether a metric gets a chart of its own behind the others."""
+    if metric in shown or metric in _UNINTERESTING:
+        return False
+    return not metric.startswith(("time/", "memory/", "train_"))
+
+
+def _chart(run: Run, title: str, about: str, metrics: dict[str, str], percent: bool) -> Chart:
+    """The chart of a row of [`_CHARTS`]."""
+    chart = Chart(title, about, percent=percent)
+    for metric, name in metrics.items():
+        chart.series += _series(run, metric, name)
+    if title == "Completion length" and chart.series:
+        _add_band(chart.series[0], run, "completions/min_length", "completions/max_length")
+    return chart
+
+
+def _rewards_by_function(run: Run, functions: list[str]) -> Chart:
+    chart = Chart("Rewards by function", "means of the sampled completions")
+    for name in functions:
+        chart.series += _series(run, f"rewards/{name}/mean", name)
+    return chart
+
+
+def _memory(run: Run, metrics: Iterable[str]) -> Chart:
+    chart = Chart("Memory", "highest use in each phase, MiB")
+    for name in _names(metrics, "memory/", "_peak_mib"):
+        label = name.replace("_", " ")
+        chart.series += _series(run, f"memory/{name}_peak_mib", label)
+    chart.series += _series(run, "memory/planned_mib", "planned")
+    return chart
 
 
 def _points(run: Run, metric: str) -> dict[float, float]:
@@ -117,12 +134,29 @@ def _add_band(series: Series, run: Run, low: str, high: str) -> None:
 
 
 def _names(metrics: Iterable[str], beginning: str, end: str) -> list[str]:
-    return [name[len(beginning) : -len(end)] for name in metrics if name.startswith(beginning) and name.endswith(end)]
+    """What is between `beginning` and `end` in the names of those metrics that have both."""
+    matching = [name for name in metrics if name.startswith(beginning) and name.endswith(end)]
+    return [name.removeprefix(beginning).removesuffix(end) for name in matching]
 
 
 def _accuracy(run: Run) -> Chart:
     """Held-out accuracy with 95% intervals, and the measurements before and after training."""
     chart = Chart("Held-out accuracy", "greedy; the band is Wilson's 95% interval", percent=True, smooth=False)
+    measured = _right_of_all(run)
+    if not measured:
+        return chart
+    steps = sorted(measured)
+    counts = [measured[step] for step in steps]
+    intervals = [wilson_interval(right, n) for right, n in counts]
+    values = _rounded(right / n for right, n in counts)
+    low = _rounded(bounds[0] for bounds in intervals)
+    high = _rounded(bounds[1] for bounds in intervals)
+    chart.series.append(Series("accuracy", steps, values, low, high))
+    return chart
+
+
+def _right_of_all(run: Run) -> dict[float, tuple[int, int]]:
+    """(right answers, problems) of each step that was measured."""
     measured = {}
     for entry in run.history:
         accuracy = entry.get("accuracy", -1)
@@ -131,26 +165,21 @@ def _accuracy(run: Run) -> Chart:
             measured[entry["step"]] = (round(accuracy * n), n)
     for when, step in (("before", 0), ("after", run.last_step)):
         if when in run.accuracy:
-            measured[step] = (run.accuracy[when]["correct"], run.accuracy[when]["n"])
-    if measured:
-        steps = sorted(measured)
-        values = _rounded(measured[step][0] / measured[step][1] for step in steps)
-        low, high = (
-            _rounded(bounds) for bounds in zip(*(wilson_interval(*measured[step]) for step in steps), strict=True)
-        )
-        chart.series.append(Series("accuracy", steps, values, low, high))
-    return chart
+            counts = run.accuracy[when]
+            measured[step] = (counts["correct"], counts["n"])
+    return measured
 
 
 def _phases(run: Run, metrics: Iterable[str]) -> list[Series]:
     """The phases of a step, the longest first; measurements between steps are no part of a step."""
-    names = [f"time/{name}_s" for name in _names(metrics, "time/", "_s")]
-    by_step = {entry["step"]: entry for entry in run.history if any(name in entry for name in names)}
+    names = _names(metrics, "time/", "_s")
+    timed = {f"time/{name}_s" for name in names}
+    by_step = {entry["step"]: entry for entry in run.history if timed & entry.keys()}
     steps = spread(sorted(by_step), MOST_POINTS)
     phases = []
     for name in names:
-        values = _rounded(by_step[step].get(name, 0.0) for step in steps)
-        if name not in _BETWEEN_STEPS and any(values):
-            label = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
-            phases.append(Series(label, steps, values))
+        metric = f"time/{name}_s"
+        values = _rounded(by_step[step].get(metric, 0.0) for step in steps)
+        if metric not in _BETWEEN_STEPS and any(values):
+            phases.append(Series(name.replace("_", " "), steps, values))
     return sorted(phases, key=lambda series: sum(series.values), reverse=True)

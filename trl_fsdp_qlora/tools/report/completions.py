@@ -9,7 +9,6 @@ reading a folder from elsewhere runs no code.
 import base64
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 
 from ...utils.redaction import is_secret_name, without_secrets
-from .folder import Run, spread
+from .folder import Run, finite, spread
 
 FOLDERS = ("_completions", "completions")  # the first that has a file counts
 LARGEST = 32 * 2**20  # characters of a file's columns that are read
@@ -63,7 +62,7 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
     If they are too many, whole groups are left out, the same share of each file.
     """
     result = Completions()
-    paths = next((paths for name in FOLDERS if (paths := sorted((folder / name).glob("*.parquet")))), [])
+    paths = _files(folder)
     if not paths:
         result.notes.append(
             "There are no completions: TRL writes them with log_completions=True, in TRL 1.16 for GRPO alone."
@@ -74,24 +73,42 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
         try:
             rows, recorded = _rows(path)
         except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
-            reason = " ".join(str(error).split())[:200].replace(str(path), path.name)
+            reason = " ".join(str(error).split())[:200]
+            reason = reason.replace(str(path), path.name)
             result.notes.append(f"{path.name} cannot be read ({reason}): its completions are missing.")
             continue
         rewards = _reward_columns(rows, run)
         names.update(dict.fromkeys(rewards))
         result.recorded += recorded
         groups = list(_groups(rows, path, rewards, run.reward_weights))
-        for group in groups:
-            group.rows = group.rows[: max(1, len(group.rows) * budget // max(budget, _bytes(group)))]
-        needed = sum(map(_bytes, groups))
-        result.groups += spread(groups, max(1, len(groups) * budget // max(1, len(paths) * needed)))
+        result.groups += _within(groups, budget, budget // len(paths))
     result.groups.sort(key=lambda group: group.step)
     result.rewards = list(names)
     if result.shown < result.recorded:
-        result.notes.append(
-            f"The page holds {result.shown:,} of {result.recorded:,} completions that were read, in whole groups."
-        )
+        share = f"{result.shown:,} of {result.recorded:,}"
+        result.notes.append(f"The page holds {share} completions that were read, in whole groups.")
     return result
+
+
+def _files(folder: Path) -> list[Path]:
+    """The parquet files of the first of [`FOLDERS`] that has some."""
+    for name in FOLDERS:
+        paths = sorted((folder / name).glob("*.parquet"))
+        if paths:
+            return paths
+    return []
+
+
+def _within(groups: list[Group], most: int, share: int) -> list[Group]:
+    """Groups at equal distances that take about `share` bytes; of a group with more than `most` its first rows."""
+    for group in groups:
+        taken = _bytes(group)
+        if taken > most:
+            count = len(group.rows) * most // taken
+            group.rows = group.rows[: max(1, count)]
+    needed = sum(map(_bytes, groups))
+    count = len(groups) * share // max(1, needed)
+    return spread(groups, max(1, count))
 
 
 def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -105,7 +122,7 @@ def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     if not path.is_file():
         raise ValueError("it is no ordinary file")
     rows: list[dict[str, Any]] = []
-    room = LARGEST
+    length = 0
     with pyarrow.parquet.ParquetFile(path) as file:
         recorded = file.metadata.num_rows
         names = file.schema_arrow.names
@@ -113,94 +130,129 @@ def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:
             raise ValueError(f"it has no column 'completion', but {', '.join(names)}")
         for batch in file.iter_batches(batch_size=256):
             part = batch.to_pylist()
-            room -= sum(len(value) for row in part for value in row.values() if isinstance(value, (str, bytes, list)))
             rows += part
-            if room < 0:
+            length += sum(map(_length, part))
+            if length > LARGEST:
                 break
     for row in rows:
         for name in ("prompt", "completion"):
-            if row.get(f"{name}_json") is not None:
-                row[name] = json.loads(row[f"{name}_json"])
+            written = row.get(f"{name}_json")
+            if written is not None:
+                row[name] = json.loads(written)
     return rows, recorded
+
+
+def _length(row: dict[str, Any]) -> int:
+    """Characters, bytes and items of a row's values."""
+    return sum(len(value) for value in row.values() if isinstance(value, (str, bytes, list)))
 
 
 def _reward_columns(rows: list[dict], run: Run) -> list[str]:
     """The columns with rewards: those whose means were logged, or else all numbers that are nothing else."""
-    names = [name for name in (rows[0] if rows else ()) if name not in _OWN_COLUMNS]
-    logged = {key for entry in run.history for key in entry if key.startswith("rewards/")}
+    if not rows:
+        return []
+    names = [name for name in rows[0] if name not in _OWN_COLUMNS]
+    logged = {metric for entry in run.history for metric in entry}
     rewards = [name for name in names if f"rewards/{name}/mean" in logged]
-    return rewards or [name for name in names if any(_number(row[name]) is not None for row in rows)]
+    if rewards:
+        return rewards
+    return [name for name in names if _has_number(rows, name)]
+
+
+def _has_number(rows: list[dict], name: str) -> bool:
+    return any(_number(row[name]) is not None for row in rows)
 
 
 def _groups(rows: list[dict], path: Path, rewards: list[str], weights: dict[str, float]) -> Iterator[Group]:
     """Neighbouring rows of one step with one prompt."""
-    step_of_file = int((re.findall(r"\d+", path.stem) or ["0"])[-1][:9])
+    numbers = re.findall(r"\d{1,9}", path.stem)
+    step_of_file = int(numbers[-1]) if numbers else 0
 
     def step_and_prompt(row: dict) -> tuple[float, str]:
         step = _number(row.get("step"))
-        return step_of_file if step is None else step, repr(row.get("prompt"))
+        prompt = repr(row.get("prompt"))
+        return step_of_file if step is None else step, prompt
 
     for (step, _), neighbours in itertools.groupby(rows, step_and_prompt):
         of_group = list(neighbours)
+        first = of_group[0]
         completions = [_row(row, rewards, weights) for row in of_group]
-        yield Group(step, _text(of_group[0].get("prompt")), completions, _thumbnails(of_group[0]))
+        yield Group(step, _text(first.get("prompt")), completions, _thumbnails(first))
 
 
 def _row(row: dict[str, Any], rewards: list[str], weights: dict[str, float]) -> dict[str, Any]:
-    values = [_number(row.get(name)) for name in rewards]
-    scored = [(name, value) for name, value in zip(rewards, values, strict=True) if value is not None]
-    total = sum(weights.get(name, 1.0) * value for name, value in scored) if scored else None
-    columns = {}
-    for name, value in row.items():
-        is_shown = name not in _OWN_COLUMNS and name not in rewards and not is_secret_name(name)
-        if is_shown and value is not None:
-            columns[name] = _clipped(value if isinstance(value, str) else json.dumps(value, default=str))
+    values = {name: _number(row.get(name)) for name in rewards}
+    scored = {name: value for name, value in values.items() if value is not None}
+    total = None
+    if scored:
+        total = sum(weights.get(name, 1.0) * value for name, value in scored.items())
     return {
         "text": _text(row["completion"]),
-        "rewards": dict(zip(rewards, values, strict=True)),
+        "rewards": values,
         "total": total,
         "advantage": _number(row.get("advantage")),
         "tokens": _number(row.get("tokens")),
         "cut": row.get("cut"),
-        "others": columns,
+        "others": _further_columns(row, rewards),
     }
+
+
+def _further_columns(row: dict[str, Any], rewards: list[str]) -> dict[str, str]:
+    """The user's own columns as texts; those whose names promise a secret are left out."""
+    columns = {}
+    for name, value in row.items():
+        if value is None or name in _OWN_COLUMNS or name in rewards or is_secret_name(name):
+            continue
+        text = value
+        if not isinstance(value, str):
+            text = json.dumps(value, default=str)
+        columns[name] = _clipped(text)
+    return columns
 
 
 def _number(value: Any) -> float | None:
     """A finite number with six significant digits."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        return None
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+    number = finite(value)
+    if number is None or isinstance(number, int):
+        return number
+    return float(f"{number:.6g}")
 
 
 def _clipped(text: str) -> str:
     """`text` without tokens of services, and without its middle if it is long."""
     text = without_secrets(text)
-    if len(text) <= LONGEST_TEXT:
+    left_out = len(text) - LONGEST_TEXT
+    if left_out <= 0:
         return text
     half = LONGEST_TEXT // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters left out …\n{text[-half:]}"
+    return f"{text[:half]}\n… {left_out:,} characters left out …\n{text[-half:]}"
 
 
 def _text(value: Any) -> Text:
     """A prompt or a completion as a text, or as messages of role, content and calls."""
+    if value is None:
+        return ""
     if isinstance(value, str):
         return _clipped(value)
-    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-        return [_message(each) for each in value]
-    return "" if value is None else _clipped(json.dumps(value, default=str, ensure_ascii=False))
+    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        return [_message(message) for message in value]
+    return _clipped(json.dumps(value, default=str, ensure_ascii=False))
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
+    content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(map(_part, content))
-    shown: dict[str, Any] = {"role": str(message.get("role", "")), "text": _clipped(str(content or ""))}
+    shown: dict[str, Any] = {
+        "role": str(message.get("role", "")),
+        "text": _clipped(str(content)),
+    }
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
         shown["calls"] = [_call(call) for call in calls]
-    if message.get("name"):
-        shown["name"] = str(message["name"])
+    name = message.get("name")
+    if name:
+        shown["name"] = str(name)
     return shown
 
 
@@ -214,25 +266,40 @@ def _part(part: Any) -> str:
 
 def _call(call: Any) -> str:
     """`name(argument=value, ...)`; parquet gives every call the arguments of all calls, absent ones as null."""
-    function = call.get("function") or call if isinstance(call, dict) else call
+    function = call
+    if isinstance(call, dict):
+        function = call.get("function") or call
     if not isinstance(function, dict):
         return _clipped(str(function))
     arguments = function.get("arguments") or {}
     if isinstance(arguments, dict):
         present = {name: value for name, value in arguments.items() if value is not None}
         arguments = ", ".join(f"{name}={json.dumps(value, default=str)}" for name, value in present.items())
-    return _clipped(f"{function.get('name')}({arguments})")
+    name = function.get("name")
+    return _clipped(f"{name}({arguments})")
 
 
 def _thumbnails(row: dict[str, Any]) -> list[str]:
     """Data URLs of the small images that a recipe has kept; those of other folders are left out."""
-    images = row.get("images") if "prompt_json" in row else None
-    contents = [content for content in images or [] if isinstance(content, bytes)]
-    return [f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" for content in contents]
+    if "prompt_json" not in row:
+        return []
+    images = row.get("images") or []
+    encoded = [base64.b64encode(content).decode() for content in images if isinstance(content, bytes)]
+    return [f"data:image/jpeg;base64,{text}" for text in encoded]
 
 
 def _bytes(group: Group) -> int:
     """What a group takes of a page, about."""
-    texts = [group.prompt, *(row["text"] for row in group.rows), *(row["others"] for row in group.rows)]
-    text_bytes = sum(len(each.encode(errors="replace")) if isinstance(each, str) else len(str(each)) for each in texts)
-    return text_bytes + sum(map(len, group.images)) + _OF_A_ROW * len(group.rows)
+    total = _bytes_of(group.prompt)
+    total += sum(map(len, group.images))
+    for row in group.rows:
+        total += _bytes_of(row["text"])
+        total += _bytes_of(row["others"])
+        total += _OF_A_ROW
+    return total
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value.encode(errors="replace"))
+    return len(str(value))

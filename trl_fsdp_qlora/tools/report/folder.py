@@ -47,14 +47,19 @@ class Run:
 
     def accuracy_texts(self) -> list[str]:
         """The accuracy before and after training, as far as they were measured."""
-        return [f"{100 * each['correct'] / each['n']:.1f}%" for each in self.accuracy.values()]
+        shares = [counts["correct"] / counts["n"] for counts in self.accuracy.values()]
+        return [f"{100 * share:.1f}%" for share in shares]
 
     def interval_text(self) -> str:
         """The intervals of [`accuracy_texts`] in words."""
-        bounds = [wilson_interval(each["correct"], each["n"]) for each in self.accuracy.values()]
-        numbers = dict.fromkeys(f"{each['n']:,}" for each in self.accuracy.values())
-        ranges = " and ".join(f"{100 * low:.1f} to {100 * high:.1f}%" for low, high in bounds)
-        return f"95% interval{'s' if len(bounds) > 1 else ''} {ranges}, n = {' and '.join(numbers)}"
+        ranges = []
+        numbers = {}
+        for counts in self.accuracy.values():
+            low, high = wilson_interval(counts["correct"], counts["n"])
+            ranges.append(f"{100 * low:.1f} to {100 * high:.1f}%")
+            numbers[f"{counts['n']:,}"] = None
+        plural = "s" if len(ranges) > 1 else ""
+        return f"95% interval{plural} {' and '.join(ranges)}, n = {' and '.join(numbers)}"
 
     @property
     def last_step(self) -> int:
@@ -82,22 +87,29 @@ class Content:
     def entries(self, name: str) -> list[dict[str, Any]]:
         """The list `name` of logged metrics: those entries that have a step."""
         logged = self.take(name, [])
-        entries = [entry for entry in logged if isinstance(entry, dict) and finite(entry.get("step")) is not None]
-        if len(entries) < len(logged):
-            lost = counted(len(logged) - len(entries), "logged line")
-            self.notes.append(f"{self.name}: {lost} of {name} without a step, left out.")
+        entries = []
+        for entry in logged:
+            step = entry.get("step") if isinstance(entry, dict) else None
+            if finite(step) is not None:
+                entries.append(entry)
+        lost = len(logged) - len(entries)
+        if lost:
+            lines = counted(lost, "logged line")
+            self.notes.append(f"{self.name}: {lines} of {name} without a step, left out.")
         return entries
 
     def texts(self, name: str) -> list[str]:
         """The texts of the list `name`."""
-        return [text for text in self.take(name, []) if isinstance(text, str)]
+        values = self.take(name, [])
+        return [value for value in values if isinstance(value, str)]
 
     def accuracy(self, when: str) -> dict[str, Any] | None:
         """The accuracy before or after training, if it has its two counts."""
         measured = self.take(when, {})
         correct = finite(measured.get("correct"))
         n = finite(measured.get("n"))
-        if correct is not None and n is not None and 0 <= correct <= n and n >= 1:
+        has_counts = correct is not None and n is not None
+        if has_counts and n >= 1 and 0 <= correct <= n:
             return measured
         if measured:
             self.notes.append(f"{self.name}: {when} has no `correct` of `n` problems, and is left out.")
@@ -109,26 +121,36 @@ def read_run(folder: Path) -> Run:
     run = Run(folder.resolve().name)
     record = Content(folder / "metrics.json", run.notes)
     state = _newest_state(folder, run.notes)
-    logged = max(record.entries("history"), state.entries("log_history"), key=_last_step)
+    adapter = Content(folder / "adapter_config.json", run.notes)
+    histories = (record.entries("history"), state.entries("log_history"))
+    logged = max(histories, key=_last_step)
     if not logged:
         run.notes.append("There are no curves: neither a trainer_state.json nor a metrics.json has logged metrics.")
     run.warnings = [portable(text) for text in record.texts("warnings")]
     run.history = _finite(logged, run.warnings)
-    accuracy = {when: record.accuracy(when) for when in ("before", "after")}
-    run.accuracy = {when: measured for when, measured in accuracy.items() if measured is not None}
+    for when in ("before", "after"):
+        measured = record.accuracy(when)
+        if measured is not None:
+            run.accuracy[when] = measured
     run.startup = portable(record.take("startup", ""))
     weights = record.take("reward_weights", {})
     run.reward_weights = {name: weight for name, weight in weights.items() if finite(weight) is not None}
-    facts = _facts(record, Content(folder / "adapter_config.json", run.notes))
+    facts = _facts(record, adapter)
     if logged:
-        most = finite(state.take("max_steps", 0, int, float)) or 0
-        of_all = f" of {most:,}" if most > 0 else ""
-        facts["steps"] = f"{run.last_step:,}{of_all}"
-    run.facts = {
-        label: portable(str(value)[:LONGEST_FACT]) for label, value in facts.items() if value not in (None, "")
-    }
+        facts["steps"] = _steps(run, state)
+    for label, value in facts.items():
+        if value not in (None, ""):
+            text = str(value)[:LONGEST_FACT]
+            run.facts[label] = portable(text)
     run.notes = list(dict.fromkeys(run.notes))
     return run
+
+
+def _steps(run: Run, state: Content) -> str:
+    """How many steps of how many a run has logged."""
+    done = f"{run.last_step:,}"
+    most = finite(state.take("max_steps", 0, int, float))
+    return f"{done} of {most:,}" if most and most > 0 else done
 
 
 def finite(value: Any) -> float | None:
@@ -145,7 +167,8 @@ def spread(items: list[Item], count: int) -> list[Item]:
     """At most `count` of the items at equal distances, the first and, if it is not alone, the last among them."""
     if len(items) <= count:
         return items
-    return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
+    distance = (len(items) - 1) / max(1, count - 1)
+    return [items[round(place * distance)] for place in range(count)]
 
 
 def _last_step(history: list[dict]) -> float:

@@ -60,6 +60,15 @@ def jpeg(image: Any) -> bytes:
 
 def _thumbnails(images: list) -> list[list[bytes] | None]:
     """JPEGs of the images of each row; an image that several rows share is made small once."""
-    by_id = {id(image): image for of_row in images for image in of_row or [] if hasattr(image, "thumbnail")}
-    small = {key: jpeg(image) for key, image in by_id.items()}
-    return [[small[id(image)] for image in of_row or [] if id(image) in small] or None for of_row in images]
+    small: dict[int, bytes] = {}
+    thumbnails = []
+    for of_row in images:
+        of_this_row = []
+        for image in of_row or []:
+            if not hasattr(image, "thumbnail"):
+                continue
+            if id(image) not in small:
+                small[id(image)] = jpeg(image)
+            of_this_row.append(small[id(image)])
+        thumbnails.append(of_this_row or None)
+    return thumbnails

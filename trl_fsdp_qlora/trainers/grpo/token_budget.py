@@ -14,7 +14,7 @@ exact:
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
@@ -22,6 +22,9 @@ from accelerate.logging import get_logger
 from ...compat.trl_rollouts import COMPARED, IMPORTANCE_RATIO, LEARNING_MEANS, PHI_MEAN, ROWS, SCORED_MEANS
 from ...scoring.token_selection import check_selection, select_tokens, step_generator
 from ..step.rows import OF_IMAGES, PerBatch
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 logger = get_logger(__name__)
 
@@ -73,7 +76,7 @@ class LossTerms(NamedTuple):
         return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _options(args: Any) -> dict[str, Any]:
+def _options(args: "GRPOConfig") -> dict[str, Any]:
     """The options of [`select_tokens`] that a config sets, by the names of its parameters."""
     names = ("rate", "always_first", "max_tokens", "weighting")
     options = {name: getattr(args, f"token_selection_{name}") for name in names}
@@ -82,7 +85,7 @@ def _options(args: Any) -> dict[str, Any]:
     return options
 
 
-def check_config(args: Any) -> None:
+def check_config(args: "GRPOConfig") -> None:
     """Refuse token selections that cannot be right with the rest of a config.
 
     Raises:
@@ -154,7 +157,7 @@ class TokenBudget:
         rank: the rank of this process.
     """
 
-    def __init__(self, args: Any, rank: int = 0):
+    def __init__(self, args: "GRPOConfig", rank: int = 0):
         self.args = args
         self.rank = rank
         self._choices: PerBatch[Choice] = PerBatch()

@@ -3,7 +3,6 @@
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from datasets import IterableDataset
@@ -147,7 +146,7 @@ def _precision(args: TrainingArguments, model: torch.nn.Module) -> str:
 
 
 def first_prompt(
-    data: Any, tokenize: Callable[[list], tuple] | None, decode: Callable[[list[int]], str]
+    data: object, tokenize: Callable[[list], tuple] | None, decode: Callable[[list[int]], str]
 ) -> str | None:
     """The first training prompt as the model reads it, special tokens and all, with its length.
 

@@ -6,7 +6,7 @@ dataset in a random order before any prompt comes a second time.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +14,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
 from ...compat.trl_rollouts import Generated
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 logger = get_logger(__name__)
 
@@ -126,7 +129,7 @@ class DynamicSampling:
             checkpoint keeps it.
     """
 
-    def __init__(self, args: Any, dataset: Sequence[dict], accelerator: Accelerator):
+    def __init__(self, args: "GRPOConfig", dataset: Sequence[dict], accelerator: Accelerator):
         self.args = args
         self.dataset = dataset
         self.accelerator = accelerator

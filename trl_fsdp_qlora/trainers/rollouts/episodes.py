@@ -19,7 +19,7 @@ from ...errors import UserError
 from ...prefix_sharing.ranks import reduced_over_ranks
 from ..step.rows import Row
 
-Rows = list[dict[str, Any]]  # of an episode
+Rows = list[dict]  # of an episode
 
 
 def with_rows(rollout_func: Callable) -> Callable:
@@ -84,7 +84,7 @@ def _checked_row(row: Any, where: str) -> dict[str, Any]:
     return {"input_ids": ids, "sampled_mask": mask, "logprobs": logprobs}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 

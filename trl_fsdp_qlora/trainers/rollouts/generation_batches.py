@@ -1,12 +1,15 @@
 """How often a generation batch is drawn, whether groups are whole in it, and its completions for a page of the run."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
 
 from ...prefix_sharing.sharing import PromptSharing
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 
 def generate_every(trainer: Trainer) -> int:
@@ -14,7 +17,7 @@ def generate_every(trainer: Trainer) -> int:
     return trainer.args.steps_per_generation * trainer.num_iterations
 
 
-def groups_feature(args: Any, group_size: int, sharing: PromptSharing) -> tuple[str, str]:
+def groups_feature(args: "GRPOConfig", group_size: int, sharing: PromptSharing) -> tuple[str, str]:
     """A line of the start-up block: whether the completions of a prompt are in one micro-batch."""
     per_device = args.per_device_train_batch_size
     if per_device % group_size == 0:

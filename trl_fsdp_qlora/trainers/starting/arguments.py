@@ -3,7 +3,7 @@
 from collections.abc import Sized
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
@@ -17,6 +17,9 @@ from ...errors import UserError
 from ...fsdp2_qlora import launch_checks
 from ...fsdp2_qlora.loading import load_quantized_base
 from . import input_checks as checks
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 logger = get_logger(__name__)
 
@@ -73,7 +76,7 @@ def _stored_with(model: Any) -> Any:
     return quantization_of(model.config) if isinstance(model, nn.Module) else None
 
 
-def config_or_default(cls: type, args: Any, model: Any, suffix: str) -> Any:
+def config_or_default(cls: type, args: "TrainingArguments | None", model: Any, suffix: str) -> Any:
     """`args`; if it is `None`, a config of class `cls` with a folder that is named after `model` and the method.
 
     Raises:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sized
 from math import inf
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -16,6 +16,11 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ...compat.transformers import model_class
 from ...errors import UserError
 from ...utils.plain import counted
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from peft import PeftConfig
+    from transformers import TrainingArguments
 
 PICTURES = {"image", "images"}  # columns of rows with pictures, in TRL
 _ROWS = 10_000  # read at once
@@ -44,7 +49,7 @@ _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
-def mistakes(config: Any) -> list[str]:
+def mistakes(config: "TrainingArguments") -> list[str]:
     """A line for every number in the fields of `config` that can only be a mistake, with its value and its range."""
     lines = []
     for name, (is_meant, reason) in _MEANT.items():
@@ -83,12 +88,12 @@ def check_processes(world_size: int) -> None:
         raise UserError(f"{reason}. On CPUs set use_cpu: true (and bf16: false); otherwise check num_processes")
 
 
-def columns_of(dataset: Any) -> set[str]:
+def columns_of(dataset: "Dataset | IterableDataset") -> set[str]:
     """Names of a data set's columns; none if it does not know them, as a streamed one may, or if it is `None`."""
     return set(getattr(dataset, "column_names", None) or ())
 
 
-def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = True) -> None:
+def check_dataset(dataset: "Dataset | IterableDataset", generation_prompts: int, needs_prompt: bool = True) -> None:
     """Refuse a training set that would break TRL's first step, or that TRL would silently not train on.
 
     For a streaming dataset only the columns are checked. One generation batch takes `generation_prompts` different
@@ -112,7 +117,7 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         )
 
 
-def check_pairs(dataset: Any) -> None:
+def check_pairs(dataset: "Dataset | IterableDataset") -> None:
     """Refuse a training set that has no preference pairs.
 
     Raises:
@@ -126,7 +131,7 @@ def check_pairs(dataset: Any) -> None:
         check_texts(dataset, name)
 
 
-def check_texts(dataset: Any, column: str) -> None:
+def check_texts(dataset: "Dataset | IterableDataset", column: str) -> None:
     """Refuse a column that has a value other than a text or messages; only rows that are in memory are looked at.
 
     Raises:
@@ -160,7 +165,10 @@ def _missing(texts: Dataset, column: str) -> list[int]:
 
 
 def language_model_only(
-    peft_config: Any, model: PreTrainedModel | str, revision: str | None = None, dataset: Any = None
+    peft_config: "PeftConfig | None",
+    model: PreTrainedModel | str,
+    revision: str | None = None,
+    dataset: "Dataset | IterableDataset | None" = None,
 ) -> Any:
     """`peft_config`, with `all-linear` limited to the language model of a class that takes images, too.
 

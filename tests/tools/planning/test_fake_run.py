@@ -23,7 +23,8 @@ from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import Plan
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
-from trl_fsdp_qlora.scoring import logprobs
+from trl_fsdp_qlora.scoring import frozen_head, logprobs
+from trl_fsdp_qlora.tools.planning import fake_run
 from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
 from trl_fsdp_qlora.tools.planning.launches import Launch
 from trl_fsdp_qlora.tools.planning.rollout import cache_bytes
@@ -241,6 +242,20 @@ def test_a_plan_for_a_gpu_counts_the_kernel_that_scores_there(kernel, gathered, 
             before = tracker.now
             logprobs.score_positions(hidden, weight, None, targets, kernel=kernel, gathered=gathered)
             assert tracker.peak - before == pytest.approx(expected, rel=0.02)  # and a few numbers per token
+
+
+def test_a_kernel_that_takes_more_changes_the_plan(tmp_path, monkeypatch):
+    """The frozen head, with buffers of twice as many words."""
+    fields = {"num_hidden_layers": 1, "vocab_size": 32768}
+    run = settings(folder(tmp_path, **fields), Launch(), lm_head_kernel="frozen")
+    planned_bytes = []
+    for words in (8192, 16384):
+        monkeypatch.setattr(frozen_head, "VOCABULARY_CHUNK_GPU", words)
+        monkeypatch.setattr(fake_run, "_measured", {})
+        planned_bytes.append(FakeRun(run, config(**fields), True).step_bytes(8, 1))
+    scored = 8 * run.max_completion_length
+    two_buffers = 2 * scored * 8192 * 4
+    assert planned_bytes[1] - planned_bytes[0] == pytest.approx(two_buffers, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
