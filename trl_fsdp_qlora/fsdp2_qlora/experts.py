@@ -171,10 +171,12 @@ class PackedExperts(nn.Module):
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return False
         for layout in self.layouts.values():
-            if math.prod(layout.shape) % layout.blocksize:
+            weights = math.prod(layout.shape)
+            if weights % layout.blocksize:
                 return False
-            if any(size * dtype.itemsize % _STRIDE_BYTES for size in layout.shape):
-                return False
+            for size in layout.shape:
+                if size * dtype.itemsize % _STRIDE_BYTES:
+                    return False
         return True
 
     def _in_groups(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:

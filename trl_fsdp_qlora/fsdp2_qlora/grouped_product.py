@@ -202,7 +202,8 @@ def _parts(rows_EB: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, ...
 
 
 def _constants(layout: ByteLayout) -> dict:
-    return {"BLOCK": layout.blocksize, "NESTED": layout.nested, "NESTED_BLOCK": max(1, layout.nested_blocksize)}
+    nested_block = max(1, layout.nested_blocksize)  # a kernel that does not use it is compiled with it, too
+    return {"BLOCK": layout.blocksize, "NESTED": layout.nested, "NESTED_BLOCK": nested_block}
 
 
 def _ceil(number: int, divisor: int) -> int:

@@ -135,7 +135,8 @@ class Tiled:
 def _token_dim(x: torch.Tensor) -> int:
     if x.ndim == 2:
         return 0
-    return 2 if x.ndim == 4 and x.shape[2] > x.shape[1] else 1
+    has_heads_first = x.ndim == 4 and x.shape[2] > x.shape[1]
+    return 2 if has_heads_first else 1
 
 
 def tile_size(value: int | str) -> int | str:
@@ -144,7 +145,9 @@ def tile_size(value: int | str) -> int | str:
     Raises:
         ValueError: it is none of them.
     """
-    size = int(value) if isinstance(value, str) and value.isdecimal() else value
+    size = value
+    if isinstance(value, str) and value.isdecimal():
+        size = int(value)
     if size in ("auto", "off") or (type(size) is int and size > 0):
         return size
     raise ValueError(f"mlp_tokens_per_tile={value!r} is unknown; use 'auto', 'off' or a number of tokens")
@@ -170,20 +173,24 @@ def _install_in(module: nn.Module, layer: nn.Module | None, tokens_per_tile: int
         layer = module
     for child in module.children():
         _install_in(child, layer, tokens_per_tile)
-    mlp = getattr(getattr(module, "mlp", None), "token_tiles", None)
-    if mlp is not None:
+    mlp = getattr(module, "mlp", None)
+    tiled_mlp = getattr(mlp, "token_tiles", None)
+    if tiled_mlp is not None:
         norms = [getattr(module, name) for name in _NORMS_BEHIND if hasattr(module, name)]
-        mlp.norm = next((norm for norm in norms if "token_tiles" in vars(norm)), None)
+        tiled_norms = [norm for norm in norms if "token_tiles" in vars(norm)]
+        tiled_mlp.norm = next(iter(tiled_norms), None)
 
 
 def remove(model: nn.Module) -> None:
     """Give the modules of `model` their own forwards back."""
     for module in model.modules():
         tiled = vars(module).pop("token_tiles", None)
+        forward_in_tiles = types.MethodType(_forward, module)
         # Under a wrapper of the user's own it stays, and lets the module's own forward run.
-        if tiled is None or vars(module).get("forward") != types.MethodType(_forward, module):
+        if tiled is None or vars(module).get("forward") != forward_in_tiles:
             continue
-        if tiled.own_forward == types.MethodType(type(module).forward, module):
+        forward_of_class = types.MethodType(type(module).forward, module)
+        if tiled.own_forward == forward_of_class:
             del module.forward
         else:
             module.forward = tiled.own_forward
@@ -196,7 +203,8 @@ def describe(model: nn.Module, tokens_per_tile: int | str) -> tuple[str, str]:
         return "off", line
     if any("token_tiles" in vars(module) for module in model.modules()):
         return "on", line
-    return "as stock TRL", f"{line}: {looks_beyond_tokens(model) or 'no MLP, norm or expert of the model is known'}"
+    reason = looks_beyond_tokens(model) or "no MLP, norm or expert of the model is known"
+    return "as stock TRL", f"{line}: {reason}"
 
 
 # --- a call ----------------------------------------------------------------------------------------------------------
@@ -207,9 +215,10 @@ def _forward(self, *args, **kwargs):
     if tiled is None:  # taken back, under a wrapper of the user's own
         return type(self).forward(self, *args, **kwargs)
     inputs = (*args, *kwargs.values())
-    if torch.compiler.is_compiling() or not inputs or not all(isinstance(x, torch.Tensor) for x in inputs):
-        return tiled.own_forward(*args, **kwargs)
-    tiles = tiled.tiles(inputs)
+    are_tensors = all(isinstance(x, torch.Tensor) for x in inputs)
+    tiles = None
+    if inputs and are_tensors and not torch.compiler.is_compiling():
+        tiles = tiled.tiles(inputs)
     if tiles is None:
         return tiled.own_forward(*args, **kwargs)
     reason = _why_whole(self)
@@ -259,11 +268,13 @@ class _Call:
         if torch.is_autocast_enabled(self.device.type):
             self.autocast_dtype = torch.get_autocast_dtype(self.device.type)
         # Any part may draw in training: dropout, and PEFT's layers in ways of their own.
-        self.random_state = RandomState(self.device) if any(x.training for x in modules) else None
+        draws = any(part.training for part in modules)
+        self.random_state = RandomState(self.device) if draws else None
 
     def run(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The module's output."""
-        if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *self.weights)):
+        needs_gradient = any(x.requires_grad for x in (*inputs, *self.weights))
+        if not needs_gradient or not torch.is_grad_enabled():
             return self._in_tiles(self._call_function, inputs)
         # The inputs are kept before the tiles run: there the recomputation of a checkpointed layer may end.
         anchor = _KeepInputs.apply(self, len(inputs), *inputs, *self.weights)
@@ -402,6 +413,8 @@ class _TakeGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        before = ctx.call.grads[ctx.which]  # of another call of the norm
-        ctx.call.grads[ctx.which] = grad if before is None else before + grad
-        return None, None, grad.new_empty(0), None
+        grads = ctx.call.grads
+        before = grads[ctx.which]  # of another call of the norm
+        grads[ctx.which] = grad if before is None else before + grad
+        anchor_grad = grad.new_empty(0)
+        return None, None, anchor_grad, None

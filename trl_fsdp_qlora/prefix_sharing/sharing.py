@@ -140,7 +140,7 @@ class PromptSharing:
         if options.attention == "off":
             self.status = Status.as_stock("switched off")
             return
-        cpu_linear.put_on(self.base)
+        self._speed_up()
         try:
             reason = looks_beyond_tokens(model)
             if reason is not None:
@@ -153,9 +153,14 @@ class PromptSharing:
             self.status = Status.as_stock(str(error))
             self.refuse(Scope.MODEL, str(error))
 
+    def _speed_up(self) -> None:
+        """Let linear layers on a CPU use the faster of two libraries' products, if torch's own is the slower one."""
+        if cpu_linear.beats_mkl():
+            cpu_linear.put_on(self.base)
+
     def _prepare(self) -> None:
         """Give the model layers for packed rows, or settings for those that it has."""
-        cpu_linear.put_on(self.base)  # an adapter has new layers
+        self._speed_up()  # an adapter has new layers
         if self.packed_model is None or self.packed_model.facts.stamp != self.status.stamp:
             self.packed_model = PackedModel(self.base)
             self.status = Status(self.packed_model.facts.stamp)

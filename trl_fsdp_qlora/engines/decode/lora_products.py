@@ -5,19 +5,22 @@ token is a count of operations: of kernels that a GPU launches, and of passes ov
 [`joined_products`] layers that read the same input (q, k and v; gate and up) multiply it by their factors A in one
 product, the scaling is inside B, and the second product is added to the base's output in place.
 
-PEFT's own forwards ask for it: a LoRA variant is what computes an adapter in the place of PEFT's three lines. Which
+PEFT's own forwards ask for it: a LoRA variant is what computes an adapter in the place of PEFT's three lines. (Its
+forward of a 4-bit layer is replaced in the block, because it copies the base's output, one operation more.) Which
 layers read the same input is seen in the first forward of a rollout, the prefill.
 
 Letters: R rows and their tokens, I inputs of a layer, O its outputs, K ranks of all adapters of a group.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
+
+from ...utils.replaced import replaced
 
 
 @contextmanager
@@ -28,17 +31,31 @@ def joined_products(model: nn.Module) -> Iterator[None]:
     to its base (several adapters, DoRA, dropout in training, hooks, sharded factors) stays PEFT's.
     """
     products = _Products()
-    joined = []
-    for layer in model.modules():
-        name = _only_adapter(layer) if isinstance(layer, LoraLayer) else None
-        if name is not None:
-            layer.lora_variant[name] = products
-            joined.append((layer, name))
-    try:
+    with ExitStack() as restoring:
+        for layer in model.modules():
+            name = _only_adapter(layer) if isinstance(layer, LoraLayer) else None
+            if name is None:
+                continue
+            if type(layer).__name__ == "Linear4bit":
+                restoring.enter_context(replaced(layer, forward=_without_copy(layer, name, products)))
+            else:
+                layer.lora_variant[name] = products
+                restoring.callback(layer.lora_variant.pop, name)
         yield
-    finally:
-        for layer, name in joined:
-            del layer.lora_variant[name]
+
+
+def _without_copy(layer: LoraLayer, name: str, products: "_Products") -> Callable:
+    """The forward of PEFT's 4-bit `layer`, which copies the base's output for a backward that a rollout has not."""
+
+    def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if args or kwargs or layer.disable_adapters or layer.merged:
+            return type(layer).forward(layer, x, *args, **kwargs)
+        result = layer.base_layer(x)
+        if not torch.is_autocast_enabled():
+            x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
+        return products.forward(layer, name, x, result)
+
+    return forward
 
 
 def _only_adapter(layer: LoraLayer) -> str | None:
@@ -121,7 +138,7 @@ class _Products:
         if group is None:
             self._join(module, active_adapter, x)
             product = module.lora_B[active_adapter](module.lora_A[active_adapter](x))
-            return result + product * module.scaling[active_adapter]
+            return (result + product * module.scaling[active_adapter]).to(result.dtype)
         if group.down_KI is None:
             self._last_input = self._last_group = None
             group.build()

@@ -297,6 +297,10 @@ def _named(stock: Callable, args: tuple) -> dict[str, Any]:
     classes = type(stock.__self__).__mro__
     trainer_class = next(cls for cls in classes if cls.__module__.startswith("trl."))
     _, *names = parameters_of(trainer_class, "_get_per_token_logps_and_entropies")
+    if len(args) > len(names):
+        raise TypeError(
+            f"_get_per_token_logps_and_entropies takes {len(names) + 1} arguments, and got {len(args) + 1}"
+        )
     return dict(zip(names, args, strict=False))
 
 

@@ -29,6 +29,38 @@ class Transitions(NamedTuple):
     representative: torch.Tensor
 
 
+class _Nodes(NamedTuple):
+    """The nodes of the trie. Entry [i, d] is about the node of depth d that sorted row i is in.
+
+    All rows are in one node of depth 0, the empty prefix.
+
+    Attributes:
+        begins: bool. Whether row i is the first one of its node.
+        first, behind: the node consists of the rows first[i, d] to behind[i, d] - 1.
+    """
+
+    begins: np.ndarray
+    first: np.ndarray
+    behind: np.ndarray
+
+    @classmethod
+    def of(cls, common: np.ndarray, rows: int, width: int) -> "_Nodes":
+        """The nodes of sorted rows of `width` tokens; `common` has the LCP of each row with the one before it."""
+        begins = np.ones((rows, width + 1), bool)
+        begins[1:] = common[:, None] < np.arange(width + 1)
+        numbers = np.arange(rows)[:, None]
+        first = np.maximum.accumulate(np.where(begins, numbers, 0), axis=0)
+        end = np.full((1, width + 1), rows)
+        next_begin = np.append(np.where(begins, numbers, rows)[1:], end, axis=0)
+        behind = np.minimum.accumulate(next_begin[::-1], axis=0)[::-1]
+        return cls(begins, first, behind)
+
+    def sums_of(self, values_G: np.ndarray) -> np.ndarray:
+        """The sum over each node's rows of one value per row."""
+        sums = np.concatenate([[0], np.cumsum(values_G)])
+        return sums[self.behind] - sums[self.first]
+
+
 def prefix_transitions(
     completion_ids: torch.Tensor, completion_mask: torch.Tensor, rewards: torch.Tensor
 ) -> Transitions:
@@ -57,30 +89,22 @@ def prefix_transitions(
     judged_G = judged_G[order]
     rewards_G = np.nan_to_num(rewards_G[order])
 
-    # Entry [i, d] of the following arrays is about the node of depth d that sorted row i is in. The node consists of
-    # the rows first[i, d] to behind[i, d] - 1. All rows are in one node of depth 0, the empty prefix.
-    begins_node = np.ones((rows, width + 1), bool)
-    begins_node[1:] = common[:, None] < np.arange(width + 1)
-    first = np.maximum.accumulate(np.where(begins_node, np.arange(rows)[:, None], 0), axis=0)
-    next_begin = np.where(begins_node, np.arange(rows)[:, None], rows)
-    next_begin = np.append(next_begin[1:], np.full((1, width + 1), rows), axis=0)
-    behind = np.minimum.accumulate(next_begin[::-1], axis=0)[::-1]
-
-    def sum_in_node(values_G: np.ndarray) -> np.ndarray:
-        sums = np.concatenate([[0], np.cumsum(values_G)])
-        return sums[behind] - sums[first]
-
-    count = sum_in_node(judged_G)
-    mean = sum_in_node(rewards_G) / np.maximum(count, 1)  # a completion that was not judged adds zero
+    nodes = _Nodes.of(common, rows, width)
+    count = nodes.sums_of(judged_G)
+    total = nodes.sums_of(rewards_G)  # a completion that was not judged adds zero
+    mean = total / np.maximum(count, 1)
     # At token t the prefix p is the node of depth t, and p∘v is the node of depth t + 1.
     # If no completion parts, both means are over the same rows, so their difference is set to exactly zero and not to
     # a rounding error.
     parts_GC = count[:, 1:] != count[:, :-1]
-    advantage_GC = np.where(valid_GC & parts_GC, mean[:, 1:] - mean[:, :-1], 0.0)
-    representative_GC = valid_GC & begins_node[:, 1:]
+    gain_GC = mean[:, 1:] - mean[:, :-1]
+    advantage_GC = np.where(valid_GC & parts_GC, gain_GC, 0.0)
+    representative_GC = valid_GC & nodes.begins[:, 1:]
 
     inverse = np.argsort(order)
-    return Transitions(torch.from_numpy(advantage_GC[inverse]), torch.from_numpy(representative_GC[inverse]))
+    advantage = torch.from_numpy(advantage_GC[inverse])
+    representative = torch.from_numpy(representative_GC[inverse])
+    return Transitions(advantage, representative)
 
 
 def group_credit(
@@ -119,10 +143,12 @@ def group_credit(
         transitions += count
         credited += int(is_credited_GC.sum())
         # Positions before the last credited token; that token itself is only a target.
-        is_needed_GC = is_credited_GC.flip(1).cumsum(1).flip(1)[:, 1:] > 0
+        credited_from_GC = is_credited_GC.flip(1).cumsum(1).flip(1)
+        is_needed_GC = credited_from_GC[:, 1:] > 0
         positions += int(is_needed_GC.sum())
         if is_needed_GC.any():
-            prefixes = prefix_transitions(completion_ids[rows, :-1], is_needed_GC, torch.zeros(len(is_needed_GC)))
+            no_rewards = torch.zeros(len(is_needed_GC))
+            prefixes = prefix_transitions(completion_ids[rows, :-1], is_needed_GC, no_rewards)
             distinct_positions += int(prefixes.representative.sum())
     metrics = {
         "transitions": transitions / len(credit_of_groups),

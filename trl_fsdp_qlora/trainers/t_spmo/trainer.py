@@ -85,10 +85,12 @@ class TSPMOTrainer(EfficientGRPOTrainer):
             loss = loss + self.router_aux_loss_coef * aux_loss
         credited_BC = credit_BC != 0
         entropy = (entropies_BC * credited_BC).sum()
-        sums = torch.stack([inputs["completion_mask"].sum(), credited_BC.sum(), entropy]).float()
+        valid = inputs["completion_mask"].sum()
+        sums = torch.stack([valid, credited_BC.sum(), entropy]).float()
         # One wait for the device, where TRL's losses have ten: the metrics are there when the loss is.
         valid, scored, entropy = self.accelerator.reduce(sums.detach(), reduction="sum").tolist()
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
         metrics["tokens/scored_fraction"].append(scored / max(valid, 1.0))
         metrics["tokens/nothing_to_learn"].append(float(scored == 0))
         metrics["entropy"].append(entropy / scored if scored else float("nan"))
