@@ -33,22 +33,26 @@ trl-fsdp-qlora grpo --help      # the same texts
 
 Every config takes all fields of TRL's of the same trainer ([`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig),
 `trl.RLOOConfig`, `trl.DPOConfig`), with TRL's defaults and meaning. This page has what each class adds, and the fields whose default is another.
-A field that several trainers have is in the first table that names them.
 
 `python docs/config_reference.py` writes this page from the classes; do not edit it by hand.
 """
 BASES = [config_of(method) for method in METHODS if method.stock]
 
 
+def default_cell(cls: type, item: dataclasses.Field) -> str:
+    """The default of a field, with its type if the default does not show it."""
+    default = default_of(item)
+    value_type = type_name(cls, item).removesuffix(" | None")
+    if default is dataclasses.MISSING:
+        return f"required (`{value_type}`)"
+    if default is None or default == []:
+        return f"`{default!r}` (`{value_type}`)"
+    return f"`{default!r}`"
+
+
 def row(cls: type, item: dataclasses.Field) -> str:
     """The line of a field in a table."""
-    default = default_of(item)
-    cells = [
-        f"`{item.name}`",
-        f"`{type_name(cls, item)}`",
-        "required" if default is dataclasses.MISSING else f"`{default!r}`",
-        item.metadata["help"],
-    ]
+    cells = [f"`{item.name}`", default_cell(cls, item), item.metadata["help"]]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -124,6 +128,6 @@ if __name__ == "__main__":
     OPTIONS.write_text(json.dumps(all_options(), indent=1) + "\n", encoding="utf-8")
     parts = [HEAD]
     for heading, about, lines in sections():
-        head = f"## {heading}\n\n{about}\n\n| field | type | default | meaning |\n|---|---|---|---|"
+        head = f"## {heading}\n\n{about}\n\n| field | default | meaning |\n|---|---|---|"
         parts.append("\n".join([head, *lines]) + "\n")
     PAGE.write_text("\n".join(parts), encoding="utf-8")
