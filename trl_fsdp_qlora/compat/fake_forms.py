@@ -13,9 +13,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .fake_tensors import device_type, scratch_of_flash_backward
-
-ATTENTION = "planned_attention"
+from .fake_tensors import ATTENTION, device_type, scratch_of_flash_backward
 
 
 class PackedMatmul(torch.autograd.Function):

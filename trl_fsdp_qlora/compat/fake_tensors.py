@@ -11,10 +11,19 @@ from typing import TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-__all__ = ["DeviceMode", "device_type", "is_fake", "real_tensors", "scratch_of_flash_backward", "without_repetition"]
-
+__all__ = [
+    "ATTENTION",
+    "DeviceMode",
+    "device_type",
+    "is_fake",
+    "real_tensors",
+    "scratch_of_flash_backward",
+    "without_repetition",
+]
 
 T = TypeVar("T")
+# The name of the attention that a plan gives a model (`fake_forms.py`).
+ATTENTION = "planned_attention"
 
 
 class DeviceMode(FakeTensorMode):

@@ -17,8 +17,7 @@ Suffixes of shapes: B rows of a batch, R compared rows, C values of a row, L tok
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -56,53 +55,6 @@ OVER_ROUNDING = 4.0
 MOST_PER_TOKEN = 1.0
 # A log-probability of exactly zero is missing if the padded pass has one below this.
 MISSING_BELOW = -0.5
-
-
-@dataclass(eq=False)
-class Request:
-    """Asks the next call of a model for a comparison, and gets what differs.
-
-    Attributes:
-        gradients: whether gradients are compared, too.
-        is_of_user: whether [`verify.verify`] asks, and not the first pass of a type.
-        differences: what differs; `None` if nothing was compared.
-        reason: why nothing was compared.
-    """
-
-    gradients: bool
-    is_of_user: bool = False
-    differences: list[str] | None = None
-    reason: str = "no call reached a model that shares prompts"
-
-    @contextlib.contextmanager
-    def noting_why(self) -> Iterator[None]:
-        """Ends the block at [`CannotPack`], and notes it. Outside of a comparison the pass itself logs the reason."""
-        try:
-            yield
-        except CannotPack as error:
-            self.reason = str(error)
-
-
-# A request goes through the model's root module and all wrappers, whose arguments it must not change.
-_request: ContextVar[Request | None] = ContextVar("request", default=None)
-
-
-@contextlib.contextmanager
-def requested(request: Request) -> Iterator[None]:
-    """Inside the block the first call of a model in this thread answers a request."""
-    token = _request.set(request)
-    try:
-        yield
-    finally:
-        _request.reset(token)
-
-
-def take_request() -> Request | None:
-    """Returns the request that this call has to answer. Calls inside of it get none."""
-    request = _request.get()
-    if request is not None:
-        _request.set(None)
-    return request
 
 
 def compare_rows(packed_model: PackedModel, call: Call, batch: Batch, sequences: Sequences) -> list[str]:

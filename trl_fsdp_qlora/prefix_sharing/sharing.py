@@ -23,11 +23,9 @@ from transformers.utils import ModelOutput
 
 from ..compat.peft import is_peft, looks_beyond_tokens
 from ..errors import PrefixSharingError
-from ..scoring import cpu_linear
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
 from .batch import Batch, Call, Sequences, batch_of
-from .check import Request, compare_rows, take_request
 from .dropout import noise_reason
 from .facts import stamp
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
@@ -35,6 +33,7 @@ from .passes import Forward, Plan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
 from .problems import CannotPack, PassType, Scope, Status
 from .ranks import deciding_alone, is_sharded, reduced_over_ranks
+from .request import Request, take_request
 from .row import PassRecord
 from .wrapped_backbone import WrappedBackbone
 from .wrapped_forward import ATTRIBUTE, WrappedForward
@@ -155,6 +154,8 @@ class PromptSharing:
 
     def _speed_up(self) -> None:
         """Let linear layers on a CPU use the faster of two libraries' products, if torch's own is the slower one."""
+        from ..scoring import cpu_linear
+
         if cpu_linear.beats_mkl():
             cpu_linear.put_on(self.base)
 
@@ -210,6 +211,8 @@ class PromptSharing:
 
     def remove(self) -> None:
         """Take everything back that was put on the model. A wrapper that was put on later stays."""
+        from ..scoring import cpu_linear
+
         if vars(self.base).pop(ATTRIBUTE, None) is None:
             return
         self.wrapped_forward.take_off()
@@ -360,6 +363,8 @@ class PromptSharing:
             self._packed.images.share(batch)
         # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
         own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        from .check import compare_rows  # needed for the first passes alone
+
         with torch.set_grad_enabled(request.gradients and not is_sharded(self.base)), own_tensors:
             request.differences = compare_rows(self._packed, call, batch, sequences)
         return passes

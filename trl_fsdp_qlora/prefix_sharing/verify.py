@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..errors import PrefixSharingError
-from .check import Request, requested
+from .request import Request, requested
 from .sharing import causal_language_model
 from .wrapped_forward import ATTRIBUTE
 

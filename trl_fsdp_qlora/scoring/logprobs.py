@@ -13,7 +13,6 @@ from transformers.utils import is_triton_available
 
 from ..compat import trl as trls
 from ..compat.deepspeed import gathered_by_zero3
-from ..compat.fake_forms import HeadOnGpu
 from ..compat.fake_tensors import device_type as device_of_plan
 from ..compat.fake_tensors import is_fake
 from ..compat.trl import FusedHead
@@ -104,8 +103,11 @@ def score_positions(
     if softcap is not None:
         only_trls.add("mean_logits")
     if chosen == "trl" or only_trls & set(wanted):
-        head_on_gpu = is_fake(hidden_NH) and device_of_plan(hidden_NH) == "cuda"
-        head = HeadOnGpu if head_on_gpu else trls.ChunkedLogProbFunction
+        head = trls.ChunkedLogProbFunction
+        if is_fake(hidden_NH) and device_of_plan(hidden_NH) == "cuda":
+            from ..compat.fake_forms import HeadOnGpu
+
+            head = HeadOnGpu
         return head.apply(*inputs, VOCABULARY_TILE, softcap, logit_scale, wanted)
     from .frozen_head import FrozenHeadLogProbFunction
 

@@ -12,7 +12,7 @@ import itertools
 import numpy as np
 import torch
 
-from ...compat.fake_forms import ATTENTION
+from ...compat.fake_tensors import ATTENTION
 from ...compat.transformers import is_flash
 from ..row import PackedRow
 from ..segments import SegmentBatch, additive, equal_runs, join, padded_batches

@@ -22,7 +22,6 @@ from ...errors import UserError
 from ...utils.nonfatal import nonfatal
 from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, groups_with_variance, to_rows
-from ..rollouts.episodes import agreed_rows, completions_of, with_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
 from ..starting.arguments import bound_to, completed
@@ -146,6 +145,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
         def generate(prompts):
             drawn = draw(prompts)
+            from ..rollouts.episodes import agreed_rows
+
             rows = agreed_rows(Generated(*drawn[: len(Generated._fields)]), self.accelerator.device)
             if rows is not None and not self.takes_rows:
                 raise UserError(f"{self.method_on_card.split()[0]} knows no episodes of several rows: use GRPO")
@@ -159,6 +160,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             if self.tools:
                 stack.enter_context(self.rollout.episodes(self.max_tool_calling_iterations))
             if self.rollout_func is not None:
+                from ..rollouts.episodes import with_rows
+
                 stack.enter_context(replaced(self, rollout_func=with_rows(self.rollout_func)))
             stack.enter_context(replaced(self, _episodes=None))
             drawn = super()._generate(*args, **kwargs)
@@ -201,6 +204,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             return result
         tool_mask, completions, completion_ids, logprobs, *figures = result
         self._episodes = history.rows(completion_ids, tool_mask, logprobs)
+        from ..rollouts.episodes import completions_of
+
         drawn = completions_of(self._episodes)
         return drawn["masks"], completions, drawn["completion_ids"], drawn["logprobs"], *figures
 

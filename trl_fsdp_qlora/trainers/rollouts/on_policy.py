@@ -21,7 +21,6 @@ from ..step.look_ahead import LookAhead
 from ..step.rows import LossRows
 from ..step.trl_pass import Request, TrlPass
 from ..trainer_run import TrainerRun
-from .episodes import text_of_rows
 from .evaluation_metrics import CompletionMetrics, EvaluationMetrics
 from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
 from .rewards import RewardValues, checked
@@ -144,6 +143,8 @@ class OnPolicyRun(TrainerRun):
                 lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
                 self.drawn_rows = drawn_rows(self._logs, lengths, "pixel_values" in batch)
                 if ROWS in batch:
+                    from .episodes import text_of_rows
+
                     texts = [text_of_rows(rows, self._tokenizer.decode) for rows in batch[ROWS]]
                     self.drawn_rows["extra"]["rows"] = gather_object(texts)
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
