@@ -24,9 +24,10 @@ PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 # Of other libraries, or of Python: who changes one of these reads its documentation again.
 ELSEWHERE = {
     "torch": "_DropoutNd _cdata _flash_attention_backward _flash_attention_forward _linear_pointwise "
-    "_post_accumulate_grad_hooks "
+    "_post_accumulate_grad_hooks _engine_run_backward _forward_cls "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
     "Python": "_actions _asdict _current_frames _exit _fields _replace",
+    "PEFT, of a layer with LoRA": "_cast_input_dtype",
     "bitsandbytes": "_convert_weight_packed_for_cpu_inverse _functions",
     "transformers, of a config that came from the Hub": "_commit_hash",
     "transformers, of Gemma's norms, and of layers that may be checkpointed": "_norm _gradient_checkpointing_func",
