@@ -67,7 +67,7 @@ def test_what_trls_trainer_gets_in_place_of_its_own_setup_is_what_it_has(folder,
     stock = GRPOTrainer(folder, args=args, train_dataset=rows(50), environment_factory=Guessing)
     stock._generate_and_score_completions([row for row in rows(50) for _ in range(args.num_generations)])
     measuring = MeasuringTrainer(loaded[1], Measurement(agent=Agent(environment=Guessing)))
-    ours = {"draw_settings", "_tool_timeout", "_turns", "_outcome"}
+    ours = {"draw_settings", "_tool_timeout", "_history", "_turns", "_outcome"}
     assert vars(measuring).keys() - vars(stock).keys() == ours
 
 
