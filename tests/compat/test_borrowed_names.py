@@ -1,4 +1,7 @@
-"""Every private name that the package uses outside `compat/` is its own, or is there in the installed libraries."""
+"""Every private name that the package uses outside `compat/` is its own, or is there in the installed libraries.
+
+Covers `compat/fsdp.py`.
+"""
 
 import ast
 import inspect

@@ -1,4 +1,7 @@
-"""The table of seams has every undocumented name of TRL's that the package uses, and no more than that."""
+"""The table of seams has every undocumented name of TRL's that the package uses, and no more than that.
+
+Covers `compat/trl_seams.py`.
+"""
 
 import ast
 import inspect

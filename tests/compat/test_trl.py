@@ -1,3 +1,5 @@
+"""Covers `compat/generation.py`."""
+
 import ast
 import inspect
 import textwrap

@@ -1,4 +1,7 @@
-"""Every accelerate config for one node, launched for real as its CPU twin: `accelerate launch`, two gloo processes."""
+"""Every accelerate config for one node, launched for real as its CPU twin: `accelerate launch`, two gloo processes.
+
+Covers `compat/deepspeed.py`.
+"""
 
 import json
 import math

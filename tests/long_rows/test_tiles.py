@@ -1,4 +1,7 @@
-"""Long rows in tiles: values, gradients and memory next to a forward without tiles."""
+"""Long rows in tiles: values, gradients and memory next to a forward without tiles.
+
+Covers `compat/memory.py`, `long_rows/kinds.py`.
+"""
 
 import copy
 import functools

@@ -1,5 +1,7 @@
 """Log-probabilities, entropies and gradients of a packed pass equal those of the padded one: every family, each
 backend.
+
+Covers `prefix_sharing/problems.py`, `prefix_sharing/recurrent/layers.py`.
 """
 
 import pytest

@@ -1,4 +1,7 @@
-"""Models and batches that cannot be packed exactly run padded, and the log has the reason."""
+"""Models and batches that cannot be packed exactly run padded, and the log has the reason.
+
+Covers `prefix_sharing/dropout.py`.
+"""
 
 import functools
 import logging

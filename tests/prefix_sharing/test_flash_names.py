@@ -1,6 +1,8 @@
 """Models loaded with a flash-attention kernel share prompts, with transformers' own functions underneath.
 
 The kernel itself is a dense one here: what is tested is that transformers finds it, by its own name, each time.
+
+Covers `prefix_sharing/attention/implementation.py`.
 """
 
 import pytest

@@ -1,4 +1,7 @@
-"""The forest of a batch and the packed row made of it, against a reconstruction by brute force."""
+"""The forest of a batch and the packed row made of it, against a reconstruction by brute force.
+
+Covers `prefix_sharing/row.py`, `prefix_sharing/segments.py`.
+"""
 
 import itertools
 from typing import NamedTuple

@@ -1,4 +1,7 @@
-"""Images in prompts, packed once per prompt, compared with TRL's padded pass, which has them once per completion."""
+"""Images in prompts, packed once per prompt, compared with TRL's padded pass, which has them once per completion.
+
+Covers `prefix_sharing/image_keys.py`.
+"""
 
 import functools
 import inspect

@@ -1,4 +1,7 @@
-"""The tables of kinds: what is registered exists and is of its kind, what is not registered runs as stock."""
+"""The tables of kinds: what is registered exists and is of its kind, what is not registered runs as stock.
+
+Covers `prefix_sharing/attention/backends.py`, `prefix_sharing/recurrent/kinds.py`.
+"""
 
 import importlib
 import inspect

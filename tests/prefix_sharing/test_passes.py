@@ -1,4 +1,7 @@
-"""Passes that compute a common beginning once, compared with padded passes: values and gradients."""
+"""Passes that compute a common beginning once, compared with padded passes: values and gradients.
+
+Covers `prefix_sharing/attention/layers.py`, `prefix_sharing/batch.py`, `prefix_sharing/shared_prefixes.py`.
+"""
 
 import pytest
 import torch

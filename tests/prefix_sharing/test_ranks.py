@@ -1,4 +1,7 @@
-"""Sharing on two ranks: DDP, FSDP2 and ZeRO-3."""
+"""Sharing on two ranks: DDP, FSDP2 and ZeRO-3.
+
+Covers `utils/ranks.py`.
+"""
 
 from pathlib import Path
 

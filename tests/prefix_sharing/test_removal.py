@@ -1,4 +1,7 @@
-"""`share_prompts(model, attention="off")` takes everything back that was put on a model."""
+"""`share_prompts(model, attention="off")` takes everything back that was put on a model.
+
+Covers `prefix_sharing/wrapped_forward.py`.
+"""
 
 import functools
 

@@ -1,4 +1,7 @@
-"""The public `verify`: it finds planted faults, leaves no trace, and answers for any call of a shared model."""
+"""The public `verify`: it finds planted faults, leaves no trace, and answers for any call of a shared model.
+
+Covers `prefix_sharing/request.py`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""A reward that cannot be learned from: its function is named, and a recipe's run with it is no success."""
+"""A reward that cannot be learned from: its function is named, and a recipe's run with it is no success.
+
+Covers `trainers/rollouts/rewards.py`.
+"""
 
 import json
 import subprocess

@@ -2,6 +2,8 @@
 
 Apple's GPUs have no float64: the meta device refuses it. Below compute capability 8.0 torch sums no products of bf16
 operands in float32, so they are cast; `tests/trainers/grpo/test_cuda.py` trains on such a device if there is one.
+
+Covers `compat/older_gpus.py`, `scoring/transfer.py`.
 """
 
 import pytest

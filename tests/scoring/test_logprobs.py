@@ -1,4 +1,7 @@
-"""Scoring of selected positions, compared with float64 logits and with TRL's kernel."""
+"""Scoring of selected positions, compared with float64 logits and with TRL's kernel.
+
+Covers `scoring/frozen_head.py`.
+"""
 
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""Covers `utils/threads.py`."""
+
 import hashlib
 import json
 import statistics

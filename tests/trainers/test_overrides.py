@@ -1,4 +1,7 @@
-"""Which classes are between a trainer and TRL's, and how many methods of TRL's own it overrides."""
+"""Which classes are between a trainer and TRL's, and how many methods of TRL's own it overrides.
+
+Covers `trainers/trainer_run.py`.
+"""
 
 import inspect
 

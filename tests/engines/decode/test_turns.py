@@ -1,4 +1,7 @@
-"""Turns of an episode: what is kept of a row is not prefilled again, and completions stay those of whole histories."""
+"""Turns of an episode: what is kept of a row is not prefilled again, and completions stay those of whole histories.
+
+Covers `engines/decode/cache.py`.
+"""
 
 import random
 

@@ -1,5 +1,7 @@
 """GRPO, T-SPMO and A*-PO with vLLM in their process: same tokens as PEFT, the adapter alone is moved, a fault
 shows.
+
+Covers `engines/vllm/engine.py`.
 """
 
 import re

@@ -1,4 +1,7 @@
-"""What goes to the engine, what is refused before a model is loaded, and the adapter's versions on their way."""
+"""What goes to the engine, what is refused before a model is loaded, and the adapter's versions on their way.
+
+Covers `engines/vllm/adapter_sync.py`, `engines/vllm/drawn_dtype.py`.
+"""
 
 import copy
 import json

@@ -1,4 +1,7 @@
-"""One generation ahead, compared with runs without it: prompts and their order, versions, importance weights."""
+"""One generation ahead, compared with runs without it: prompts and their order, versions, importance weights.
+
+Covers `experimental/one_generation_ahead/drawing.py`.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""Recipes are found by their names, and a command passes its arguments on to `accelerate launch`."""
+"""Recipes are found by their names, and a command passes its arguments on to `accelerate launch`.
+
+Covers `tools/cli/scripts.py`, `utils/resources.py`.
+"""
 
 from pathlib import Path
 

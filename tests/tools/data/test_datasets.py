@@ -1,3 +1,5 @@
+"""Covers `tools/recipe/problems.py`."""
+
 import contextlib
 import json
 import statistics

@@ -1,3 +1,5 @@
+"""Covers `tools/data/import_path.py`."""
+
 import sys
 
 import pytest

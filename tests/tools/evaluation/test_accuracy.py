@@ -1,3 +1,5 @@
+"""Covers `utils/stats.py`."""
+
 from dataclasses import replace
 
 import pytest

@@ -1,4 +1,7 @@
-"""Completions to measure: token by token those of TRL's own trainer, and what tools and environments may do wrong."""
+"""Completions to measure: token by token those of TRL's own trainer, and what tools and environments may do wrong.
+
+Covers `tools/evaluation/measurement.py`.
+"""
 
 import asyncio
 import sys

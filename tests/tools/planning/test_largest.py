@@ -1,4 +1,7 @@
-"""What is found to fit was planned itself, and the next larger does not fit."""
+"""What is found to fit was planned itself, and the next larger does not fit.
+
+Covers `tools/planning/known_models.py`.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace

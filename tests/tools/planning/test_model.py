@@ -1,4 +1,7 @@
-"""Static bytes against modules that were really built, and 4-bit bytes against a model that was really quantized."""
+"""Static bytes against modules that were really built, and 4-bit bytes against a model that was really quantized.
+
+Covers `tools/planning/gathered.py`, `tools/planning/stored.py`.
+"""
 
 from dataclasses import replace
 

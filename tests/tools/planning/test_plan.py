@@ -1,4 +1,7 @@
-"""What a plan puts together, and the command."""
+"""What a plan puts together, and the command.
+
+Covers `tools/cli/plan.py`, `tools/planning/fitting.py`, `tools/planning/hardware.py`.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""What a plan reads of a recipe, of a parsed config and of accelerate's files."""
+"""What a plan reads of a recipe, of a parsed config and of accelerate's files.
+
+Covers `tools/planning/table.py`.
+"""
 
 import json
 from types import SimpleNamespace

@@ -1,6 +1,8 @@
 """A merged model answers like the adapter on its base, whatever the adapter changes, and has the adapter's tokenizer.
 
 The reference is the model in memory that the adapter was saved from.
+
+Covers `tools/publishing/loading.py`.
 """
 
 import warnings

@@ -1,4 +1,7 @@
-"""An adapter's card, the merge of an adapter into its base, and publishing with the real `huggingface_hub` client."""
+"""An adapter's card, the merge of an adapter into its base, and publishing with the real `huggingface_hub` client.
+
+Covers `tools/publishing/publish.py`, `trainers/reporting/card.py`, `trainers/reporting/card_info.py`.
+"""
 
 import ast
 import functools

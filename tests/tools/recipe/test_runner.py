@@ -1,4 +1,7 @@
-"""What a recipe's run is made of: LoRA's targets, its figures, its picture."""
+"""What a recipe's run is made of: LoRA's targets, its figures, its picture.
+
+Covers `tools/recipe/arguments.py`, `tools/recipe/checks.py`, `tools/recipe/measuring.py`, `tools/recipe/record.py`.
+"""
 
 import importlib
 import json

@@ -1,4 +1,7 @@
-"""The recipes' scripts as commands: the files, output and errors of a run's launches, from the first to the last."""
+"""The recipes' scripts as commands: the files, output and errors of a run's launches, from the first to the last.
+
+Covers `tools/train.py`.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""recipes/rloo.py and recipes/dpo.py on a small model: what they leave, pairs that are right and wrong, resuming."""
+"""recipes/rloo.py and recipes/dpo.py on a small model: what they leave, pairs that are right and wrong, resuming.
+
+Covers `tools/recipe/pairs.py`.
+"""
 
 import json
 import re

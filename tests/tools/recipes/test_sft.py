@@ -1,4 +1,7 @@
-"""The supervised start: worked answers that are right, in the prompts of reinforcement, taught by TRL's trainer."""
+"""The supervised start: worked answers that are right, in the prompts of reinforcement, taught by TRL's trainer.
+
+Covers `tools/data/worked.py`.
+"""
 
 import json
 import runpy

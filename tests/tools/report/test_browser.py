@@ -1,4 +1,7 @@
-"""The page in a real browser, from `file://`."""
+"""The page in a real browser, from `file://`.
+
+Covers `tools/report/keep.py`.
+"""
 
 import io
 import json

@@ -1,4 +1,7 @@
-"""The page as a file: what it holds, what it leaves out, and what a folder may lack."""
+"""The page as a file: what it holds, what it leaves out, and what a folder may lack.
+
+Covers `tools/cli/report.py`, `tools/report/charts.py`, `tools/report/completions.py`.
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""Real runs of tiny models: what TRL writes, and what the recipes of this package leave."""
+"""Real runs of tiny models: what TRL writes, and what the recipes of this package leave.
+
+Covers `tools/recipe/script.py`, `tools/report/folder.py`, `trainers/rollouts/generation_batches.py`.
+"""
 
 import json
 

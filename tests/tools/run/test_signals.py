@@ -1,4 +1,7 @@
-"""Ctrl-C, and a reader that goes away, in real processes: the exit status, and no traceback."""
+"""Ctrl-C, and a reader that goes away, in real processes: the exit status, and no traceback.
+
+Covers `__main__.py`, `tools/run/one_line.py`.
+"""
 
 import os
 import signal

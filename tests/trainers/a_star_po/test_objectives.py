@@ -1,5 +1,7 @@
 """V*, its interval and the losses against closed forms, brute force and formulas written out in float64; a config's
 checks.
+
+Covers `trainers/a_star_po/estimators.py`.
 """
 
 import dataclasses

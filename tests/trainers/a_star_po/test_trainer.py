@@ -1,4 +1,7 @@
-"""Both stages in one process: what is sampled, kept, reused and refused; training, evaluation, the reference model."""
+"""Both stages in one process: what is sampled, kept, reused and refused; training, evaluation, the reference model.
+
+Covers `trainers/a_star_po/config.py`.
+"""
 
 import copy
 import math

@@ -1,4 +1,7 @@
-"""`EfficientDPOTrainer` gives stock's losses, metrics, gradients and runs, with the prompt of a pair computed once."""
+"""`EfficientDPOTrainer` gives stock's losses, metrics, gradients and runs, with the prompt of a pair computed once.
+
+Covers `trainers/dpo/config.py`.
+"""
 
 import itertools
 import shutil

@@ -2,6 +2,8 @@
 lost.
 
 Each run is compared with one that computes every micro-batch by itself (`tokens_per_pass=0`).
+
+Covers `prefix_sharing/prefix_cache.py`, `trainers/step/look_ahead.py`.
 """
 
 import functools

@@ -1,3 +1,5 @@
+"""Covers `trainers/grpo/config.py`."""
+
 import copy
 import io
 import json

@@ -1,4 +1,7 @@
-"""What a step may have next to its loss, in micro-batches and passes of any size: as each micro-batch by itself."""
+"""What a step may have next to its loss, in micro-batches and passes of any size: as each micro-batch by itself.
+
+Covers `trainers/options.py`.
+"""
 
 import itertools
 

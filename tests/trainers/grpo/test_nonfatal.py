@@ -1,4 +1,7 @@
-"""Settings as users write them, and errors in work other than the maths: training and checkpoints continue."""
+"""Settings as users write them, and errors in work other than the maths: training and checkpoints continue.
+
+Covers `utils/nonfatal.py`.
+"""
 
 import numpy as np
 import pytest

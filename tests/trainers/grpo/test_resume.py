@@ -1,4 +1,7 @@
-"""`kill -9` in the middle of a run, then resume: the later steps equal those of the uninterrupted run."""
+"""`kill -9` in the middle of a run, then resume: the later steps equal those of the uninterrupted run.
+
+Covers `utils/random_state.py`.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""What a trainer logs and does if a checkpoint does not fit: other shapes, another run, the end, a full disk."""
+"""What a trainer logs and does if a checkpoint does not fit: other shapes, another run, the end, a full disk.
+
+Covers `trainers/saving/running.py`, `trainers/saving/stopping.py`.
+"""
 
 import errno
 import json

@@ -1,4 +1,7 @@
-"""On a TRL that was not tested the first micro-batch is computed by TRL's own trainer class, too."""
+"""On a TRL that was not tested the first micro-batch is computed by TRL's own trainer class, too.
+
+Covers `trainers/starting/first_step.py`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The block before the first step."""
+"""The block before the first step.
+
+Covers `utils/plain.py`.
+"""
 
 import io
 import re

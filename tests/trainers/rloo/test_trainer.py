@@ -1,5 +1,7 @@
 """`EfficientRLOOTrainer` has stock's batches, losses, gradients and runs, and continues from a checkpoint to the
 bit.
+
+Covers `trainers/rloo/config.py`, `trainers/rollouts/on_policy.py`.
 """
 
 import itertools

@@ -1,4 +1,7 @@
-"""Folders of checkpoints, made by hand: which are whole, which one a run resumes from, and who may write."""
+"""Folders of checkpoints, made by hand: which are whole, which one a run resumes from, and who may write.
+
+Covers `utils/files.py`.
+"""
 
 import json
 import os

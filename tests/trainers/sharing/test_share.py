@@ -1,4 +1,7 @@
-"""`share_prompts`: what it takes, and that it changes nothing of a trainer."""
+"""`share_prompts`: what it takes, and that it changes nothing of a trainer.
+
+Covers `prefix_sharing/share.py`.
+"""
 
 import subprocess
 import sys

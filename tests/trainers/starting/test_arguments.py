@@ -1,4 +1,7 @@
-"""Wrong arguments from Python end in one line before a model is loaded."""
+"""Wrong arguments from Python end in one line before a model is loaded.
+
+Covers `trainers/config_fields.py`, `trainers/grpo/arguments.py`.
+"""
 
 import pytest
 from datasets import Dataset

@@ -1,4 +1,7 @@
-"""Episodes of several rows: losses and gradients are those of a plain loop over the rows, one by one."""
+"""Episodes of several rows: losses and gradients are those of a plain loop over the rows, one by one.
+
+Covers `trainers/rollouts/episodes.py`.
+"""
 
 import random
 from contextlib import nullcontext

@@ -1,5 +1,7 @@
 """T-SPMO's credit against an enumeration of all prefixes, its trainer against the objective on the padded stock
 forward.
+
+Covers `trainers/t_spmo/config.py`, `trainers/t_spmo/credit.py`.
 """
 
 import copy
