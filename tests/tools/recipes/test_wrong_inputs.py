@@ -37,7 +37,7 @@ GRPO = [
     ("--config bad.yaml", "--config bad.yaml: no YAML: mapping values are not allowed here"),
     ("--eval_problems 1.5", "--eval_problems: invalid int value: '1.5'"),
     ("--max_steps 1 2", "'2' belongs to no option"),
-    ("--per_device_train_batch_size 3", "generation_batch_size (3) must be divisible by num_generations (8)"),
+    ("--per_device_train_batch_size 3", "a generation batch has 3 completions (per_device_train_batch_size 3 "),
     (
         "--generation_batch_size 8 --per_device_train_batch_size 16",
         "generation_batch_size (8) must be divisible by the global batch size (16)",
