@@ -238,7 +238,21 @@ class FakeRun:
     # --- the trainer's own step --------------------------------------------------------------------------------------
 
     def _run_step(self, layers: list[int], rows: int, batches: int, grad: bool) -> list[int]:
-        """Run a step of a model of these layers; returns the peak of each part."""
+        """Run a step of a model of these layers; returns the peak of each part.
+
+        A model that cannot pack runs padded. So does one whose own code adds numbers to the mask, which is a `RowMask`
+        in a packed pass: the first pass of a run finds that out, and the run continues as stock TRL.
+        """
+        settings = self.settings
+        padded = self._padded(min(rows, settings.rows), settings.prompt_tokens, settings.completion_tokens)
+        try:
+            peaks = self._run_packed(layers, rows, batches, grad)
+        except TypeError:
+            peaks = None
+        return self._run_padded(layers, padded, grad) if peaks is None else peaks
+
+    def _run_packed(self, layers: list[int], rows: int, batches: int, grad: bool) -> list[int] | None:
+        """The peak of each part of a step by packed rows; `None` if the model cannot have them."""
         few = self._few_layers(layers)
         options = SharingOptions(
             attention=self.settings.prefix_sharing,
@@ -247,6 +261,8 @@ class FakeRun:
             compares=False,
         )
         sharing = install_sharing(few.model, options)
+        if sharing.packed_model is None:
+            return None
         real_batches, plan = self._passes(sharing, rows, batches, grad)
         with self._tracked(few, grad) as peaks:
             fake = [_fake_of(batch, few.mode) for batch in real_batches]
