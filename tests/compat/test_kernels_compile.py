@@ -82,7 +82,7 @@ def all_launches(dtype: torch.dtype) -> Iterator[Launch]:
         yield from launches_of(cascade, lambda out=out, lse=lse: cascade.merge(out, lse, out, lse))
     hidden, weight, targets = torch.empty(4, 64, dtype=dtype), torch.empty(8, 64, dtype=dtype), torch.zeros(4).long()
     for jacobian, softcap in ((None, None), (torch.empty(4, 64), 30.0)):
-        arguments = (hidden, weight, None, targets, jacobian, 1.0, softcap, 1.0)
+        arguments = (hidden, weight, None, targets, jacobian, frozen_head._Scales(1.0, softcap, 1.0))
         with patch.object(frozen_head, "add_product", lambda *_, **__: None):
             yield from launches_of(frozen_head, partial(frozen_head._score_tile, *arguments))
     number = 128  # of experts
