@@ -52,6 +52,17 @@ def test_the_first_batch_without_a_value_names_the_function(tmp_path, caplog, cl
     assert len(lines) == 1 and "the reward function silent" in lines[0]
 
 
+@pytest.mark.parametrize(("cls", "config"), TRAINERS)
+def test_a_script_whose_rewards_never_had_a_value_ends_with_a_line(tmp_path, caplog, cls, config):
+    def last_line(*rewards) -> str:
+        caplog.clear()
+        trainer(cls, config, tmp_path, peft_config=lora(), reward=list(rewards), max_steps=2).train()
+        return caplog.records[-1].message if caplog.records else ""
+
+    assert "nothing was learned: silent, silent gave none of 16 completions" in last_line(silent, silent)
+    assert "nothing was learned" not in last_line(scores, silent)
+
+
 @pytest.mark.processes
 def test_a_recipe_without_any_reward_ends_with_status_2(tmp_path):
     save_recipe_files(tmp_path)
