@@ -117,5 +117,5 @@ def test_a_method_or_an_attribute_that_is_gone_is_one_line(tmp_path, caplog):
     (line,) = [record.getMessage() for record in caplog.records if "_tool_call_loop" in record.getMessage()]
     assert "GRPOTrainer" in line and "as in stock TRL" in line
     del grpo._metrics
-    with pytest.raises(seams.MissingName, match="_metrics.* pip install 'trl"):
+    with pytest.raises(seams.MissingName, match=r"_metrics.* pip install 'trl"):
         trl_seams.check(grpo, trl.GRPOTrainer)

@@ -192,7 +192,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, default_handlers, monkeypatch):
     monkeypatch.setattr(stopping, "_ONE_CTRL_C", 0.01)
     grpo = make(tmp_path, save_steps=1)
     kill_in_step(grpo, signal.SIGINT, signal.SIGINT, seconds=0.02)
-    with pytest.raises(KeyboardInterrupt, match="step 1 .*checkpoint-1"):
+    with pytest.raises(KeyboardInterrupt, match=r"step 1 .*checkpoint-1"):
         grpo.train()
 
 
