@@ -191,10 +191,12 @@ class OnPolicyRun(TrainerRun):
     def evaluation_loop(self, dataloader, *args, **kwargs):
         self.evaluation_metrics.begin()
         output = super().evaluation_loop(dataloader, *args, **kwargs)
-        rows = len(dataloader.dataset) if isinstance(dataloader.dataset, Sized) else None
-        metrics = self.evaluation_metrics.take(None if rows is None else rows * self.num_generations_eval)
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update({f"{prefix}_{name.removeprefix(f'{prefix}_')}": metrics[name] for name in metrics})
+        completions = None
+        if isinstance(dataloader.dataset, Sized):
+            completions = len(dataloader.dataset) * self.num_generations_eval
+        prefix = kwargs.get("metric_key_prefix", "eval") + "_"
+        for name, value in self.evaluation_metrics.take(completions).items():
+            output.metrics[prefix + name.removeprefix(prefix)] = value
         return output
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):

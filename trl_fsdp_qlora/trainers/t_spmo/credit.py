@@ -59,12 +59,18 @@ def prefix_transitions(
 
     # Entry [i, d] of the following arrays is about the node of depth d that sorted row i is in. The node consists of
     # the rows first[i, d] to behind[i, d] - 1. All rows are in one node of depth 0, the empty prefix.
+    depths = np.arange(width + 1)
+    row_G1 = np.arange(rows)[:, None]
     begins_node = np.ones((rows, width + 1), bool)
-    begins_node[1:] = common[:, None] < np.arange(width + 1)
-    first = np.maximum.accumulate(np.where(begins_node, np.arange(rows)[:, None], 0), axis=0)
-    next_begin = np.where(begins_node, np.arange(rows)[:, None], rows)
-    next_begin = np.append(next_begin[1:], np.full((1, width + 1), rows), axis=0)
-    behind = np.minimum.accumulate(next_begin[::-1], axis=0)[::-1]
+    begins_node[1:] = common[:, None] < depths
+    # The first row of a node is the last one at which a node began, and its last row is before the next beginning.
+    last_begin = np.where(begins_node, row_G1, 0)
+    first = np.maximum.accumulate(last_begin, axis=0)
+    begin_or_end = np.where(begins_node, row_G1, rows)
+    end = np.full((1, width + 1), rows)
+    next_begin = np.append(begin_or_end[1:], end, axis=0)
+    from_below = np.minimum.accumulate(next_begin[::-1], axis=0)
+    behind = from_below[::-1]
 
     def sum_in_node(values_G: np.ndarray) -> np.ndarray:
         sums = np.concatenate([[0], np.cumsum(values_G)])
@@ -73,14 +79,18 @@ def prefix_transitions(
     count = sum_in_node(judged_G)
     mean = sum_in_node(rewards_G) / np.maximum(count, 1)  # a completion that was not judged adds zero
     # At token t the prefix p is the node of depth t, and p∘v is the node of depth t + 1.
+    count_of_prefix, count_with_token = count[:, :-1], count[:, 1:]
+    mean_of_prefix, mean_with_token = mean[:, :-1], mean[:, 1:]
     # If no completion parts, both means are over the same rows, so their difference is set to exactly zero and not to
     # a rounding error.
-    parts_GC = count[:, 1:] != count[:, :-1]
-    advantage_GC = np.where(valid_GC & parts_GC, mean[:, 1:] - mean[:, :-1], 0.0)
+    parts_GC = count_with_token != count_of_prefix
+    advantage_GC = np.where(valid_GC & parts_GC, mean_with_token - mean_of_prefix, 0.0)
     representative_GC = valid_GC & begins_node[:, 1:]
 
     inverse = np.argsort(order)
-    return Transitions(torch.from_numpy(advantage_GC[inverse]), torch.from_numpy(representative_GC[inverse]))
+    advantage = torch.from_numpy(advantage_GC[inverse])
+    representative = torch.from_numpy(representative_GC[inverse])
+    return Transitions(advantage, representative)
 
 
 def group_credit(
@@ -103,7 +113,8 @@ def group_credit(
     device = completion_ids.device
     completion_ids = completion_ids.cpu()
     completion_mask = completion_mask.cpu()
-    rewards = rewards.cpu().double().masked_fill(completion_mask.sum(1) == 0, torch.nan)
+    is_empty_B = completion_mask.sum(1) == 0
+    rewards = rewards.cpu().double().masked_fill(is_empty_B, torch.nan)
     credit_of_groups = []
     transitions = 0
     credited = 0
@@ -122,11 +133,13 @@ def group_credit(
         is_needed_GC = is_credited_GC.flip(1).cumsum(1).flip(1)[:, 1:] > 0
         positions += int(is_needed_GC.sum())
         if is_needed_GC.any():
-            prefixes = prefix_transitions(completion_ids[rows, :-1], is_needed_GC, torch.zeros(len(is_needed_GC)))
+            no_rewards_G = torch.zeros(len(is_needed_GC))
+            prefixes = prefix_transitions(completion_ids[rows, :-1], is_needed_GC, no_rewards_G)
             distinct_positions += int(prefixes.representative.sum())
+    groups = len(credit_of_groups)
     metrics = {
-        "transitions": transitions / len(credit_of_groups),
-        "credited_transitions": credited / len(credit_of_groups),
+        "transitions": transitions / groups,
+        "credited_transitions": credited / groups,
         "repeated_fraction": (positions - distinct_positions) / max(positions, 1),
     }
     return torch.cat(credit_of_groups).float().to(device), metrics

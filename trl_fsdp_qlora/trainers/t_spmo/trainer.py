@@ -54,14 +54,22 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         ids = batch["completion_ids"]
         mask = batch["completion_mask"]
         # A group may span ranks, so the completions of all ranks are gathered, in the order of the gathered rewards.
-        all_ids = self.accelerator.gather(self.accelerator.pad_across_processes(ids, dim=1))
-        all_masks = self.accelerator.gather(self.accelerator.pad_across_processes(mask, dim=1))
-        credit_BC, metrics = group_credit(all_ids, all_masks, self._weighted_rewards(), self._group_size)
-        first = self.accelerator.process_index * len(ids)
-        credit_BC = credit_BC[first : first + len(ids), : ids.shape[1]]
-        batch["advantages"] = credit_BC * batch["tool_mask"] if "tool_mask" in batch else credit_BC
+        ids_of_all = self._gathered(ids)
+        masks_of_all = self._gathered(mask)
+        credit_of_all, metrics = group_credit(ids_of_all, masks_of_all, self._weighted_rewards(), self._group_size)
+        rows, columns = ids.shape
+        first = self.accelerator.process_index * rows
+        credit_BC = credit_of_all[first : first + rows, :columns]
+        if "tool_mask" in batch:
+            credit_BC = credit_BC * batch["tool_mask"]
+        batch["advantages"] = credit_BC
         self._add_metrics({f"t_spmo/{name}": value for name, value in metrics.items()})
         return batch
+
+    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, padded to the widest."""
+        padded = self.accelerator.pad_across_processes(rows, dim=1)
+        return self.accelerator.gather(padded)
 
     @property
     def _group_size(self) -> int:
