@@ -291,3 +291,28 @@ def test_images_are_not_parted():
     for start, length, row in zip(forest.depths, forest.lengths, forest.source, strict=True):
         inside = set(range(start, start + length)) & {2, 3, 4}
         assert inside in (set(), {2, 3, 4}), row
+
+
+def test_each_token_of_an_agents_turns_is_computed_once():
+    """Two episodes of forty turns, whose thinking is gone from the history: each turn parts from the one before."""
+    draw = np.random.default_rng(0)
+
+    def ids(count):
+        return draw.integers(3, 500, count).tolist()
+
+    head = ids(250)
+    rows = []
+    for _ in range(2):
+        history = list(head)
+        for _ in range(40):
+            said = ids(10)
+            rows.append(history + ids(30) + said)
+            history = history + said + ids(40)
+    lengths_B = np.array(list(map(len, rows)))
+    tokens_BL = np.full((len(rows), lengths_B.max()), -1)
+    for row, tokens in zip(tokens_BL, rows, strict=True):
+        row[: len(tokens)] = tokens
+    built = build_forest(tokens_BL, lengths_B)
+    distinct = {hash(tuple(row[: i + 1])) for row in rows for i in range(len(row))}
+    assert built.tokens <= 1.02 * len(distinct)
+    assert lengths_B.sum() > 10 * len(distinct)

@@ -135,11 +135,43 @@ def with_second_pass_inside(cls):
     return Inside
 
 
+def with_gradients_of_its_own(cls):
+    """The loss is scaled by the norm of its gradient, which is 0 in a micro-batch without an advantage."""
+
+    class OfNorm(cls):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+            return loss / (1 + torch.cat([gradient.flatten() for gradient in gradients]).norm())
+
+    return OfNorm
+
+
+def test_a_loss_that_takes_gradients_itself_trains_as_stock_if_each_micro_batch_is_scored_by_itself(tmp_path):
+    groups = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    updates = []
+    for plan in ({"tokens_per_pass": 0}, {"prefix_sharing": "off", "skip_zero_advantage": False}):
+        folder = tmp_path / str(len(updates))
+        updates.append(trained(OURS, folder, with_gradients_of_its_own, **groups, **plan)[0])
+    assert (updates[0] - updates[1]).norm() <= 1e-3 * updates[1].norm()
+    assert_as_stock(tmp_path, change=with_gradients_of_its_own)
+
+
 CHANGES = [with_term, with_entropy_bonus, with_second_pass_after, with_second_pass_inside]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+EVERY_CHANGE = [(change, plan) for change in CHANGES for plan in PLANS]
+FIRST_CHANGES = [
+    (with_term, "alone"),
+    (with_term, "cut"),
+    (with_entropy_bonus, "merged"),
+    (with_second_pass_after, "cut"),
+    (with_second_pass_inside, "merged"),
+]
+
+
+@pytest.mark.parametrize("change, plan", tiny.these_first(EVERY_CHANGE, *FIRST_CHANGES))
 def test_a_subclass_with_a_term_of_its_own_trains_as_stock(tmp_path, change, plan):
     run = assert_as_stock(tmp_path, change=change, plan=plan)
     assert run.sharing.status.packs
@@ -182,11 +214,16 @@ def test_a_patched_loss_reads_every_token(tmp_path, monkeypatch, patched):
     assert read[: len(read) // 2] == read[len(read) // 2 :]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(
-    "name, value", [("beta", 0.3), ("top_entropy_quantile", 0.5), ("loss_type", "cispo"), ("epsilon_high", 0.01)]
-)
-def test_an_attribute_that_a_callback_sets_counts_from_then_on(tmp_path, name, value, plan):
+SET_LATER = {"beta": 0.3, "top_entropy_quantile": 0.5, "loss_type": "cispo", "epsilon_high": 0.01}
+# The quantile is one of a micro-batch, and rows are shuffled by group here and one by one in TRL.
+EVERY_ATTRIBUTE = [
+    (name, plan) for name in SET_LATER for plan in PLANS if name != "top_entropy_quantile" or plan == "alone"
+]
+FIRST_ATTRIBUTES = [("beta", "merged"), ("top_entropy_quantile", "alone"), ("loss_type", "cut")]
+
+
+@pytest.mark.parametrize("name, plan", tiny.these_first(EVERY_ATTRIBUTE, *FIRST_ATTRIBUTES))
+def test_an_attribute_that_a_callback_sets_counts_from_then_on(tmp_path, name, plan):
     """A KL warm-up, a quantile that is lowered: TRL's loss reads the attribute in each micro-batch."""
 
     class Set(TrainerCallback):
@@ -194,10 +231,8 @@ def test_an_attribute_that_a_callback_sets_counts_from_then_on(tmp_path, name, v
             self.run = run
 
         def on_step_end(self, args, state, control, **_):
-            setattr(self.run, name, value)
+            setattr(self.run, name, SET_LATER[name])
 
-    if name == "top_entropy_quantile" and plan != "alone":
-        pytest.skip("the quantile is one of a micro-batch, and rows are shuffled by group here and one by one in TRL")
     assert_as_stock(tmp_path, callback=Set, plan=plan)
 
 

@@ -1,11 +1,11 @@
-"""The private parts of torch's FSDP2 that have no public counterpart, and the differences of torch 2.11 to 2.13.
+"""The private parts of torch's FSDP2 and DDP without a public counterpart, and the differences of torch 2.11 to 2.13.
 
 They are imported when used, so that another release of torch fails only for users of FSDP2.
 """
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..utils.replaced import replaced
@@ -82,6 +83,20 @@ def reshard_settings(model: nn.Module) -> list[tuple[object, str, object]]:
 def plain_name(name: str) -> str:
     """A parameter's name without the parts that activation checkpointing puts into it."""
     return name.replace("._checkpoint_wrapped_module", "")
+
+
+@contextmanager
+def fsdp_reduces(model: nn.Module) -> Iterator[None]:
+    """In the block FSDP2 reduces the gradients of a backward, also inside of accelerate's `no_sync`."""
+    with ExitStack() as stack:
+        for group in param_groups(model):
+            stack.enter_context(replaced(group, reduce_grads=True, all_reduce_grads=True))
+        yield
+
+
+def ddp_reduces(model: DistributedDataParallel) -> AbstractContextManager:
+    """The backward of a forward in the block reduces gradients, which DDP decides in the forward."""
+    return replaced(model, require_backward_grad_sync=True)
 
 
 def finds_final_norm(model: nn.Module) -> bool:

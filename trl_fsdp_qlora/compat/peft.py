@@ -4,14 +4,16 @@ PEFT is imported when it is used: it imports bitsandbytes, if that is installed.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from ..utils.replaced import replaced
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import ParamWrapper
@@ -52,6 +54,13 @@ def looks_beyond_tokens(model: nn.Module) -> str | None:
         if kind not in BY_TOKEN:
             return f"the adapter {name!r} ({kind}) is not known to compute each token by itself"
     return None
+
+
+def card_written_by(model: nn.Module, write: Callable[[str], None]) -> AbstractContextManager:
+    """In the block PEFT calls `write` with the folder of an adapter instead of writing its own card of it."""
+    if not is_peft(model):
+        return nullcontext()
+    return replaced(model, create_or_update_model_card=write)
 
 
 def rows_have_adapters(model: nn.Module) -> bool:

@@ -130,6 +130,21 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
         return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
 
 
+def with_own_template(trainer: GRPOTrainer) -> AbstractContextManager[None]:
+    """A block in which TRL renders by the tokenizer's own chat template, and not by TRL's for training."""
+    return replaced(trainer, chat_template=None)
+
+
+def with_turns_by(trainer: GRPOTrainer, generate: Callable[..., tuple]) -> AbstractContextManager[None]:
+    """A block in which TRL's loop over turns calls `generate` in place of `_generate_single_turn`."""
+    return replaced(trainer, _generate_single_turn=generate)
+
+
+def with_tools(trainer: GRPOTrainer, tools: dict[str, list[dict[str, Callable]]]) -> AbstractContextManager[None]:
+    """A block in which TRL's loop over turns calls other tools, by the trainer's attributes that hold them."""
+    return replaced(trainer, **tools)
+
+
 def rewarding_with(trainer: GRPOTrainer, functions: list) -> AbstractContextManager[None]:
     """A block in which TRL's `_calculate_rewards` calls `functions` in place of the trainer's `reward_funcs`."""
     return replaced(trainer, reward_funcs=functions)

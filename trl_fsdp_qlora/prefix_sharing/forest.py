@@ -27,7 +27,7 @@ import numpy as np
 
 # A level beyond the first is used if it saves at least this number of tokens ...
 MIN_SAVED_BY_LEVEL = 8
-# ... plus this fraction of the tokens below it, which attend to the level in a call of their own.
+# ... plus this fraction of the tokens that are computed below it, which attend to the level in a call of their own.
 MIN_SAVED_FRACTION = 0.02
 
 
@@ -253,7 +253,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
 
     One level costs almost nothing: of all choices with at most one node per row, the choice that saves most is taken.
     Each further node makes the tokens below it attend once more. So it has to save [`MIN_SAVED_BY_LEVEL`] plus
-    [`MIN_SAVED_FRACTION`] of the tokens below it.
+    [`MIN_SAVED_FRACTION`] of the tokens below it, each counted once: the turns of an agent repeat their history.
 
     Args:
         nodes: from [`prefix_nodes`].
@@ -261,6 +261,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
         min_length: length of the shortest segment that others may continue.
     """
     children, parents = _links(nodes)
+    tokens_below = _tokens_below(nodes, children, lengths)
     chosen = set(_best_single_level(nodes, children, min_length))
 
     def chosen_above(node: Node) -> Node | None:
@@ -294,8 +295,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
         # The segments that would continue the node: one for each chosen node below it, one for each other row.
         segments_below = node.rows - sum(child.rows - 1 for child in below)
         saved = (segments_below - 1) * length
-        tokens_below = int((lengths[node.first : node.last + 1] - node.depth).sum())
-        if saved >= MIN_SAVED_BY_LEVEL + MIN_SAVED_FRACTION * tokens_below:
+        if saved >= MIN_SAVED_BY_LEVEL + MIN_SAVED_FRACTION * tokens_below[node]:
             chosen.add(node)
     return [node for node in nodes if node in chosen]
 
@@ -312,6 +312,19 @@ def _links(nodes: list[Node]) -> tuple[dict[Node, list[Node]], dict[Node, Node]]
             parents[child] = node
         waiting.append(node)
     return children, parents
+
+
+def _tokens_below(nodes: list[Node], children: dict[Node, list[Node]], lengths: np.ndarray) -> dict[Node, int]:
+    """Returns the number of tokens that the rows of each node have behind it, each beginning counted once."""
+    behind_start = np.concatenate([[0], np.cumsum(lengths)])
+    tokens: dict[Node, int] = {}
+    for node in nodes:  # children before their parents
+        rows = int(behind_start[node.last + 1] - behind_start[node.first]) - node.rows * node.depth
+        for child in children[node]:
+            of_rows = int(behind_start[child.last + 1] - behind_start[child.first]) - child.rows * node.depth
+            rows += tokens[child] + child.depth - node.depth - of_rows
+        tokens[node] = rows
+    return tokens
 
 
 def _best_single_level(nodes: list[Node], children: dict[Node, list[Node]], min_length: int) -> list[Node]:

@@ -30,7 +30,7 @@ from .passes import Forward, PassRules
 from .problems import CannotPack
 from .ranks import is_sharded, reduced_over_ranks
 from .recurrent.kinds import recurrent_layers
-from .row import PackedRow, lay_out
+from .row import PackedRow, RowOptions, lay_out
 from .row_mask import masks_of
 
 # torch.compile compiles the model's own forward and no code of this room, because every batch has another layout and
@@ -177,11 +177,7 @@ class PackedModel:
         if self.facts.stock_positions is not None:
             mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
             position_ids_BL = self.facts.stock_positions(batch.input_ids, mask)
-        return lay_out(
-            batch.input_ids,
-            batch.labels,
-            forward.sequences,
-            forward.forest,
+        options = RowOptions(
             shortest=shortest,
             position_ids_BL=position_ids_BL,
             backend=self.attention,
@@ -190,6 +186,7 @@ class PackedModel:
             # Router logits are needed at all positions.
             last_columns=0 if forward.sequences.router_loss else batch.last_columns,
         )
+        return lay_out(batch.input_ids, batch.labels, forward.sequences, forward.forest, options)
 
     # --- run, score, scatter -----------------------------------------------------------------------------------------
 

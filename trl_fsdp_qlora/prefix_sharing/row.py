@@ -11,6 +11,7 @@ Suffixes of shapes: B rows of a batch, L tokens or columns of a row, T tokens of
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ class PassRecord:
     would get what layers add.
 
     Attributes:
-        tokens, padded_tokens: number of tokens computed, and number of tokens of the padded batches.
+        tokens, row_tokens, padded_tokens: number of tokens computed, number of tokens of the rows that need them, and
+            number of tokens of the padded batches.
         seconds: time until the calls returned (on CUDA: until they were queued).
         layer_calls: backend name of each layer that ran, in order, recomputation included.
         problems: if this is a list, a layer that cannot be computed adds the reason to it and returns zeros, so that
@@ -43,6 +45,7 @@ class PassRecord:
 
     def __init__(self, problems: list[str] | None = None):
         self.tokens = 0
+        self.row_tokens = 0
         self.padded_tokens = 0
         self.seconds = 0.0
         self.layer_calls: list[str] = []
@@ -53,6 +56,7 @@ class PassRecord:
         """Count one more row."""
         self.tokens += packed_row.tokens
         if not packed_row.view.scores_nothing:
+            self.row_tokens += int((packed_row.forest.index_BL >= 0).sum())
             self.padded_tokens += packed_row.shape[0] * packed_row.shape[1]
 
     def metrics(self, prefix: str) -> dict[str, float]:
@@ -141,89 +145,136 @@ def row_multiple(input_ids: torch.Tensor) -> int:
     return ROW_MULTIPLE if device_type(input_ids) == "cuda" else 1
 
 
-def lay_out(
-    input_ids: torch.Tensor,
-    labels: torch.Tensor | None,
-    sequences: Sequences,
-    forest: Forest,
-    *,
-    shortest: int = 1,
-    position_ids_BL: torch.Tensor | None = None,
-    backend: str = "auto",
-    view: CacheView | None = None,
-    record: PassRecord | None = None,
-    last_columns: int = 0,
-) -> PackedRow:
-    """Returns the packed row of the forest of a batch, which may be a part of it; one transfer to its device.
+@dataclass(frozen=True, eq=False)
+class RowOptions:
+    """What a packed row has to keep to.
 
-    The row is filled up to `shortest` tokens, and to a multiple of [`row_multiple`], with copies of the last token of
-    its last leaf, whose results are not read. A row that ends with an image, or not with a leaf, is not filled up.
-
-    Args:
-        input_ids, labels: `(B, L)` of the batch; without labels each token has a result.
-        sequences: the batch on the host.
-        forest: its segments.
+    Attributes:
         shortest: the smallest number of tokens that the row may have.
         position_ids_BL: positions `(B, L)` of the batch, if the model does not count columns.
         backend, view, record: see [`PackedRow`]; without them the row shares nothing with other forwards.
         last_columns: without labels, number K of last columns whose tokens have results; 0 for all.
     """
+
+    shortest: int = 1
+    position_ids_BL: torch.Tensor | None = None
+    backend: str = "auto"
+    view: CacheView | None = None
+    record: PassRecord | None = None
+    last_columns: int = 0
+
+
+def lay_out(
+    input_ids: torch.Tensor,
+    labels: torch.Tensor | None,
+    sequences: Sequences,
+    forest: Forest,
+    options: RowOptions = RowOptions(),
+) -> PackedRow:
+    """Returns the packed row of the forest of a batch, which may be a part of it; one transfer to its device.
+
+    The row is filled up to the shortest length, and to a multiple of [`row_multiple`], with copies of the last token
+    of its last leaf, whose results are not read. A row that ends with an image, or not with a leaf, is not filled up.
+
+    Args:
+        input_ids, labels: `(B, L)` of the batch; without labels each token has a result.
+        sequences: the batch on the host.
+        forest: its segments.
+        options: what else the row has to keep to.
+    """
     rows, width = input_ids.shape
     multiple = row_multiple(input_ids)
-    if forest.tokens < shortest:
-        multiple = max(multiple, shortest)
+    if forest.tokens < options.shortest:
+        multiple = max(multiple, options.shortest)
     row_T, depth_T = _sources(forest)
     column_T = depth_T + sequences.offsets_B[row_T]
-    # All tokens of a tree count from one row's offset.
-    offset_S = sequences.offsets_B[forest.source[forest.trees]] if forest.offset_S is None else forest.offset_S
-    segment_T = np.repeat(np.arange(forest.computed), forest.lengths[: forest.computed])
-    position_T = depth_T + offset_S[segment_T]
+    position_T = depth_T + _offsets(sequences, forest)
     filling = _filling(sequences, forest, int(row_T[-1]), int(depth_T[-1]), multiple)
     if filling:
         forest = forest.lengthened(filling)
-        row_T, column_T, position_T = (np.pad(x, (0, filling), "edge") for x in (row_T, column_T, position_T))
-
+        row_T = _repeat_last(row_T, filling)
+        column_T = _repeat_last(column_T, filling)
+        position_T = _repeat_last(position_T, filling)
     if labels is None:
-        columns = min(last_columns, width) or width
-        results = (rows, columns)
-        row_N, token_N = (forest.index_BL >= 0).nonzero()
-        column_N = token_N + sequences.offsets_B[row_N] - (width - columns)
-        row_N, token_N, column_N = (x[column_N >= 0] for x in (row_N, token_N, column_N))
-        result = row_N * columns + column_N
-        result_index = forest.index_BL[row_N, token_N]
-        target = result[:0]
+        results = _results_of_tokens(sequences, forest, rows, width, options.last_columns)
     else:
-        results = (rows, width - 1)
-        row_N, token_N = sequences.scored_BL.nonzero()
-        target_column = token_N + sequences.offsets_B[row_N]
-        result = row_N * (width - 1) + target_column - 1
-        result_index = forest.index_BL[row_N, token_N - 1]
-        target = row_N * width + target_column
-        if len(target):
-            result_index, target = (np.pad(x, (0, -len(x) % multiple), "edge") for x in (result_index, target))
-
-    parts = [row_T * width + column_T, position_T, result_index, target, result]
+        results = _results_of_labels(sequences, forest, rows, width, multiple)
+    parts = [row_T * width + column_T, position_T, results.index_N, results.target_N, results.place_N]
     sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
     source_T, position_ids_T, result_index_N, target_N, scatter_index_N = sent.split([len(part) for part in parts])
-    if position_ids_BL is None:
-        position_ids = position_ids_T.unsqueeze(0)
-    else:
-        position_ids = position_ids_BL.reshape(-1)[source_T].unsqueeze(0)
+    if options.position_ids_BL is not None:
+        position_ids_T = options.position_ids_BL.reshape(-1)[source_T]
     return PackedRow(
         forest=forest,
         input_ids=input_ids.reshape(-1)[source_T].unsqueeze(0),
-        position_ids=position_ids,
+        position_ids=position_ids_T.unsqueeze(0),
         result_index_N=result_index_N,
         targets_N=None if labels is None else labels.reshape(-1)[target_N],
         scatter_index_N=scatter_index_N,
-        results=results,
+        results=results.shape,
         shape=(rows, width),
         row_T=row_T,
         column_T=column_T,
-        backend=backend,
-        view=view or CacheView(PrefixCache()),
-        record=record or PassRecord(),
+        backend=options.backend,
+        view=options.view or CacheView(PrefixCache()),
+        record=options.record or PassRecord(),
     )
+
+
+class _Results(NamedTuple):
+    """Which results a row has, on the host.
+
+    Attributes:
+        shape: of the results in the batch.
+        index_N: the token of the row that has each.
+        target_N: the place of its label in the flattened batch; empty without labels.
+        place_N: its place in the flattened results.
+    """
+
+    shape: tuple[int, int]
+    index_N: np.ndarray
+    target_N: np.ndarray
+    place_N: np.ndarray
+
+
+def _results_of_labels(sequences: Sequences, forest: Forest, rows: int, width: int, multiple: int) -> _Results:
+    """Returns a result for each label, which the token before it predicts; their number is filled up."""
+    row_N, token_N = sequences.scored_BL.nonzero()
+    column_N = token_N + sequences.offsets_B[row_N]
+    index_N = forest.index_BL[row_N, token_N - 1]
+    target_N = row_N * width + column_N
+    place_N = row_N * (width - 1) + column_N - 1
+    if len(target_N):
+        missing = -len(target_N) % multiple
+        index_N = _repeat_last(index_N, missing)
+        target_N = _repeat_last(target_N, missing)
+    return _Results((rows, width - 1), index_N, target_N, place_N)
+
+
+def _results_of_tokens(sequences: Sequences, forest: Forest, rows: int, width: int, last_columns: int) -> _Results:
+    """Returns a result for each token of the last columns; for each token if their number is 0."""
+    columns = min(last_columns, width) or width
+    row_N, token_N = (forest.index_BL >= 0).nonzero()
+    column_N = token_N + sequences.offsets_B[row_N] - (width - columns)
+    is_needed = column_N >= 0
+    row_N = row_N[is_needed]
+    token_N = token_N[is_needed]
+    place_N = row_N * columns + column_N[is_needed]
+    no_targets = place_N[:0]
+    return _Results((rows, columns), forest.index_BL[row_N, token_N], no_targets, place_N)
+
+
+def _repeat_last(x: np.ndarray, count: int) -> np.ndarray:
+    return np.pad(x, (0, count), "edge")
+
+
+def _offsets(sequences: Sequences, forest: Forest) -> np.ndarray:
+    """Returns for each token of the packed row the column from which positions are counted, one row's in each tree."""
+    offset_S = forest.offset_S
+    if offset_S is None:
+        offset_S = sequences.offsets_B[forest.source[forest.trees]]
+    segment_T = np.repeat(np.arange(forest.computed), forest.lengths[: forest.computed])
+    return offset_S[segment_T]
 
 
 def _sources(forest: Forest) -> tuple[np.ndarray, np.ndarray]:

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..compat.older_gpus import casting_wide_sums
-from ..compat.peft import is_peft
+from ..compat.peft import card_written_by
 from ..compat.signatures import users_code
 from ..compat.transformers import take_checkpointing_options_apart
 from ..compat.trl import counts_experts, is_tested
@@ -22,13 +21,12 @@ from ..prefix_sharing.problems import Status
 from ..prefix_sharing.sharing import PromptSharing, SharingOptions, causal_language_model, install_sharing
 from ..utils.files import naming_full_disk
 from ..utils.plain import counted
-from ..utils.replaced import replaced
 from ..utils.threads import fitted_threads
 from .reporting.card_info import CardInfo
 from .reporting.phases import PhaseTimer, TelemetryCallback
 from .reporting.startup import StartupCallback
 from .reporting.terminal import print_once
-from .saving.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
+from .saving.checkpoints import Rollouts, Settings, WholeCheckpoints, describe_rollouts, describe_training
 from .saving.running import marked_as_running
 from .saving.stopping import stopping_after_step
 from .starting.same_weights import check_nodes
@@ -111,7 +109,7 @@ class TrainerRun(ShardedQLoRAMixin):
         """What tokenizes a prompt for the start-up block; `None` if no prompt is shown."""
         return None
 
-    def _describe_run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _describe_run(self) -> tuple[Settings, Settings]:
         model = self.accelerator.unwrap_model(self.model)
         names = getattr(self, "reward_func_names", []), type(self).__name__
         rollouts = describe_rollouts(self.args, model, self.train_dataset, *names)
@@ -178,7 +176,7 @@ class TrainerRun(ShardedQLoRAMixin):
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def _rollouts_to_keep(self) -> dict[str, Any] | None:
+    def _rollouts_to_keep(self) -> Rollouts | None:
         """The completions that this rank has drawn and not yet used; `None` if the trainer draws none."""
         return None
 
@@ -187,24 +185,30 @@ class TrainerRun(ShardedQLoRAMixin):
             super()._save_checkpoint(model, trial)
 
     @contextmanager
-    def _writing_checkpoint(self, trial: Any) -> Iterator[None]:
+    def _writing_checkpoint(self, trial: object) -> Iterator[None]:
         """Inside the block the trainer writes a checkpoint, which gets its name, and is pushed, once it is whole."""
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.checkpointing.writing(folder, self.state, self._rollouts_to_keep()):
-            staging = str(self.checkpointing.staging)
-            redirected = {"_get_output_dir": lambda trial: staging, "_push_from_checkpoint": lambda folder: None}
-            with replaced(self, **redirected):
-                yield
+            yield
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
+
+    def _get_output_dir(self, trial):
+        # A checkpoint is renamed when it is whole.
+        staging = self.checkpointing.staging
+        return super()._get_output_dir(trial) if staging is None else str(staging)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if self.checkpointing.staging is None:  # otherwise the checkpoint has no name yet
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save(self, output_dir=None, state_dict=None):
         from .reporting.card import write_first_card
 
         # PEFT writes our card, because its own contains nothing about the run.
         model = self.accelerator.unwrap_model(self.model)
-        card = {"create_or_update_model_card": partial(write_first_card, self)} if is_peft(model) else {}
-        with replaced(model, **card), naming_full_disk(output_dir or self.args.output_dir):
+        write = partial(write_first_card, self)
+        with card_written_by(model, write), naming_full_disk(output_dir or self.args.output_dir):
             super()._save(output_dir, state_dict)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):

@@ -229,10 +229,10 @@ def test_tools_and_a_common_beginning_are_computed_once_in_training(tmp_path, mo
     passes = []
     score = PromptSharing.score
 
-    def seen(self, stock, arguments, *options):
-        ids = arguments["input_ids"]
-        masks = arguments["attention_mask"].bool()
-        output = score(self, stock, arguments, *options)
+    def seen(self, call):
+        ids = call.arguments["input_ids"]
+        masks = call.arguments["attention_mask"].bool()
+        output = score(self, call)
         read = [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
         passes.append((read, self.figures.tokens))
         return output

@@ -229,6 +229,22 @@ def test_micro_batches(tmp_path, size, accumulation, tokens_per_pass, prefix_sha
     assert_equal_gradients(steps, gradients(trainer.model), 2e-5)
 
 
+def test_metrics_and_the_page(tmp_path):
+    """The mean number of rows, the share of the rows' tokens that is computed, and a text of each episode's rows."""
+    rows = episodes()
+    trainer = make_trainer(tmp_path, rows, skip_zero_advantage=False)
+    trainer.keeps_drawn_rows = True
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "episodes/rows_mean" in entry)
+    assert entry["episodes/rows_mean"] == 10 / 4
+    needed = [tuple(row["input_ids"][:-1]) for episode in rows for row in episode]  # the last token is only a label
+    distinct = {row[: i + 1] for row in needed for i in range(len(row))}
+    assert entry["episodes/tokens_fraction"] == pytest.approx(len(distinct) / sum(map(len, needed)), abs=1e-3)
+    text = trainer.drawn_rows["extra"]["rows"][0]
+    assert text.startswith("--- row 1: 11 tokens\n[seen] ") and "\n[sampled] " in text
+    assert "--- row 2: 17 tokens, the first 6 as in row 1\n" in text
+
+
 def test_one_row_is_todays_completion(tmp_path):
     """Rows of one-row episodes give the same batch as prompt_ids, completion_ids and logprobs."""
     rows = [[{**episode(seed, 1, [5, 6, 7])[0], "logprobs": None}] for seed in range(4)]

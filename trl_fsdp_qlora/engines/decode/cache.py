@@ -38,24 +38,34 @@ class PreallocatedLayer(DynamicLayer):
     def batch_select_indices(self, indices: torch.Tensor, new: int = 0) -> None:
         """Copy these rows into new memory with room for at least `new` more positions."""
         length = self.keys.shape[-2]
-        size = max(length + new, min(length + _CHUNK, self.max_length))
+        with_room = min(length + _CHUNK, self.max_length)
+        size = max(length + new, with_room)
         self._allocated = []  # memory of the keys, and of the values
         for states in (self.keys, self.values):
-            memory = states.new_empty(len(indices), states.shape[1], size, states.shape[3])
+            _, heads, _, width = states.shape
+            memory = states.new_empty(len(indices), heads, size, width)
             # A model split over several devices keeps each layer's keys on the layer's device.
-            torch.index_select(states, 0, indices.to(states.device), out=memory[:, :, :length])
+            rows = indices.to(states.device)
+            torch.index_select(states, 0, rows, out=memory[:, :, :length])
             self._allocated.append(memory)
-        self.keys, self.values = (memory[:, :, :length] for memory in self._allocated)
+        self._show(length)
 
     def update(self, key_states, value_states, *args, **kwargs):
         length = self.keys.shape[-2]
         new = key_states.shape[-2]
         if length + new > self._allocated[0].shape[-2]:
             self.batch_select_indices(torch.arange(len(self.keys)), new)
-        for memory, states in zip(self._allocated, (key_states, value_states), strict=True):
-            memory[:, :, length : length + new] = states
-        self.keys, self.values = (memory[:, :, : length + new] for memory in self._allocated)
+        keys, values = self._allocated
+        keys[:, :, length : length + new] = key_states
+        values[:, :, length : length + new] = value_states
+        self._show(length + new)
         return self.keys, self.values
+
+    def _show(self, length: int) -> None:
+        """Let attention see the first `length` positions of the memory."""
+        keys, values = self._allocated
+        self.keys = keys[:, :, :length]
+        self.values = values[:, :, :length]
 
 
 def unrepeatable(config: PreTrainedConfig) -> str | None:

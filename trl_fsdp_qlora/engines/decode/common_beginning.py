@@ -44,9 +44,14 @@ def prefill_beginning(
         return None
     padding = ids_UP.shape[1] - len(prompts[0])
     columns = slice(padding, padding + length)
-    names = [name for name in ("attention_mask", "position_ids") if kwargs.get(name) is not None]
-    prefill(model, ids_UP[:1, columns], config, {**kwargs, **{name: kwargs[name][:1, columns] for name in names}})
-    layers = [{name: state[0] for name, state in layer_states(layer).items()} for layer in kwargs[CACHE].layers]
+    arguments = dict(kwargs)
+    for name in ("attention_mask", "position_ids"):
+        if kwargs.get(name) is not None:
+            arguments[name] = kwargs[name][:1, columns]
+    prefill(model, ids_UP[:1, columns], config, arguments)
+    layers = []
+    for layer in kwargs[CACHE].layers:
+        layers.append({name: state[0] for name, state in layer_states(layer).items()})
     return KeptRow(prompts[0][:length], layers)
 
 
@@ -71,11 +76,16 @@ def _length(prompts: list[list[int]], kwargs: dict) -> int:
 
     The shortest prompt keeps at least one token: the logits of this token choose the completion's first token.
     """
-    are_known = {name for name, value in kwargs.items() if value is not None} <= _ARGUMENTS
-    if not are_known or kwargs.get("position_ids") is None:
+    arguments = {name for name, value in kwargs.items() if value is not None}
+    if not arguments <= _ARGUMENTS or "position_ids" not in arguments:
         return 0
     # All others are between these two in order, so they share the beginning of these two.
-    both = list(zip(min(prompts), max(prompts), strict=False))
-    common = next((i for i, (one, other) in enumerate(both) if one != other), len(both))
-    length = min(common, min(map(len, prompts)) - 1)
-    return length if length * (len(prompts) - 1) >= _MIN_SAVED_TOKENS else 0
+    common = 0
+    for one, other in zip(min(prompts), max(prompts), strict=False):
+        if one != other:
+            break
+        common += 1
+    shortest = min(len(ids) for ids in prompts)
+    length = min(common, shortest - 1)
+    saved = length * (len(prompts) - 1)
+    return length if saved >= _MIN_SAVED_TOKENS else 0

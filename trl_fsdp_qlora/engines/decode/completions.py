@@ -39,12 +39,16 @@ def _compute_device(model: nn.Module) -> torch.device:
 
 def vision_tensors(vision: dict[str, Any], width: int, device: torch.device | None = None) -> dict[str, Any]:
     """A processor's fields as tensors; those per token are left-padded to `width`, `num_images` stays a list."""
-    tensors = dict(vision)
-    for name in tensors.keys() - {"num_images"}:
+    tensors = {}
+    for name, value in vision.items():
+        if name == "num_images":
+            tensors[name] = value
+            continue
         if name.endswith("token_type_ids"):
-            tensors[name] = [[0] * (width - len(row)) + list(row) for row in tensors[name]]
-        value = tensors[name]
-        tensors[name] = torch.as_tensor(value if isinstance(value, torch.Tensor) else np.asarray(value), device=device)
+            value = [[0] * (width - len(row)) + list(row) for row in value]
+        if not isinstance(value, torch.Tensor):
+            value = np.asarray(value)
+        tensors[name] = torch.as_tensor(value, device=device)
     return tensors
 
 
@@ -78,30 +82,56 @@ def complete(
         R lists of completion token ids, each cut after its first end-of-sequence token, and the work that was done
         for them; `None` in its place if transformers' own loop generated.
     """
-    width = max(map(len, prompt_ids))
+    width = max(len(ids) for ids in prompt_ids)
     device = _compute_device(model)
-    ids_RP = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
-    mask_RP = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    batch = {"input_ids": ids_RP, "attention_mask": mask_RP, **vision_tensors(vision or {}, width, device)}
-    pictures = {name: batch[name] for name in vision or ()}
+    pictures = vision_tensors(vision or {}, width, device)
+    batch = {**_padded(prompt_ids, width, config.pad_token_id, device), **pictures}
     decoding = None
     if compact and why_stock(model, config, pictures) is None:
         can_continue = turns is not None and why_not_kept(model) is None
         decoding = Decoding(synced_gpus, turns if can_continue else None)
-        keys = [ids_RP, mask_RP] + ([fingerprints(pictures)] if pictures else [])
-        first_U, decoding.prompt_R = distinct_rows(torch.cat(keys, 1))
-        batch = rows_of_images(batch, first_U)
-        if pictures:
-            batch = decoding.with_images(batch, config.prefill_chunk_size is not None)
-        batch["custom_generate"] = decoding
+        batch = _of_distinct_prompts(batch, pictures, decoding, is_chunked=config.prefill_chunk_size is not None)
     batch.pop("num_images", None)
-    out = model.generate(**batch, generation_config=config, synced_gpus=synced_gpus)
+    tokens_RL = model.generate(**batch, generation_config=config, synced_gpus=synced_gpus)
     ends = config.eos_token_id if ends is None else ends
-    completions = []
-    for row in out[:, width:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-        completions.append(row[:end])
+    completions = [_cut(row, ends) for row in tokens_RL[:, width:].tolist()]
     return completions, None if decoding is None else decoding.work
+
+
+def _padded(prompt_ids: list[list[int]], width: int, pad: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """`generate`'s arguments for prompts, padded on the left to `width` columns."""
+    ids_RP = []
+    mask_RP = []
+    for ids in prompt_ids:
+        missing = width - len(ids)
+        ids_RP.append([pad] * missing + ids)
+        mask_RP.append([0] * missing + [1] * len(ids))
+    return {
+        "input_ids": torch.tensor(ids_RP, device=device),
+        "attention_mask": torch.tensor(mask_RP, device=device),
+    }
+
+
+def _of_distinct_prompts(
+    batch: dict[str, Any], pictures: dict[str, Any], decoding: Decoding, is_chunked: bool
+) -> dict[str, Any]:
+    """`generate`'s arguments for one row of each distinct prompt; `decoding` learns which rows belong to it."""
+    keys = [batch["input_ids"], batch["attention_mask"]]
+    if pictures:
+        keys.append(fingerprints(pictures))
+    first_U, decoding.prompt_R = distinct_rows(torch.cat(keys, 1))
+    distinct = rows_of_images(batch, first_U)
+    if pictures:
+        distinct = decoding.with_images(distinct, is_chunked)
+    return {**distinct, "custom_generate": decoding}
+
+
+def _cut(tokens: list[int], ends: list[int]) -> list[int]:
+    """`tokens` up to the first of `ends`, which is part of them."""
+    for place, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: place + 1]
+    return tokens
 
 
 class EngineModel:
@@ -119,8 +149,10 @@ class EngineModel:
 
     def complete(self, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None) -> list[list[int]]:
         """One completion for every prompt; row i has a seed of its own, computed from `seed` and i."""
-        seeds = [None if seed is None else seed * 1_000_003 + row for row in range(len(prompt_ids))]
-        settings = [sampling(config, row_seed) for row_seed in seeds]
+        settings = []
+        for row in range(len(prompt_ids)):
+            row_seed = None if seed is None else seed * 1_000_003 + row
+            settings.append(sampling(config, row_seed))
         if self.engine.mode == "server":
             client = self.engine.vllm_client
 
@@ -238,7 +270,9 @@ def over_ranks(
         RuntimeError: the ranks disagree about the problems.
     """
     state = PartialState()
-    batches = [range(i, min(i + batch_size, count)) for i in range(0, count, batch_size)]
+    batches = []
+    for first in range(0, count, batch_size):
+        batches.append(range(first, min(first + batch_size, count)))
     mine = batches[state.process_index :: state.num_processes]
     results = []
     hidden = description is None or not state.is_main_process

@@ -3,7 +3,7 @@
 Transformers runs a repeated prompt, and the vision tower on its images, once for every row. It also runs every row
 until the longest one ends. Here `generate` gets each distinct prompt once:
 
-- A beginning that all prompts share is prefilled once ([`common_beginning`]).
+- A beginning that all prompts share is prefilled once ([`prefill`], [`common_beginning`]).
 - The cache of a prompt is repeated for its rows.
 - A later turn of an episode runs only its new tokens ([`turns`]).
 
@@ -28,7 +28,6 @@ from ...compat.generation import (
     foreign_generation,
     next_inputs,
     pad_token,
-    prefill,
     prepares_inputs_itself,
     synced_by_default,
     takes_dynamic_cache,
@@ -44,15 +43,12 @@ from ...prefix_sharing.packed_model import images_of
 from ...scoring.cpu_linear import fast_linears
 from ...scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable
-from .common_beginning import prefill_beginning
 from .lora_products import joined_products
+from .prefill import OF_IMAGES, Prefill, padding_of, rows_of
 from .turns import (
-    Continuation,
     KeptRow,
     KeptTurns,
     States,
-    filled_cache,
-    joined_cache,
     layer_states,
 )
 
@@ -66,8 +62,6 @@ _BY_ROW = {
     "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
     "TypicalLogitsWarper", "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
 }  # fmt: skip
-# A prefill's arguments that are not per row: images, or their features, which `generate` computes for some classes.
-_OF_IMAGES = (*PER_IMAGE, "mm_encoder_outputs")
 # Finished rows are dropped once they are this share of the batch: dropping copies the cache of the others.
 _DROP_SHARE = 1 / 16
 
@@ -211,67 +205,34 @@ class Decoding:
         is_later_turn = self.turns is not None and self.turns.number > 0
         if chunked or (self.synced_gpus is False and not is_later_turn):
             return batch
+        counts = batch["num_images"]
         self._pixels = {name: x for name, x in batch.items() if name in PER_IMAGE}
-        row = next(row for row, count in enumerate(batch["num_images"]) if count)
-        self._pixels_of_one_prompt = rows_of_images({**self._pixels, "num_images": batch["num_images"]}, [row])
-        del self._pixels_of_one_prompt["num_images"]
-        return {name: x for name, x in batch.items() if name not in self._pixels or name == "image_grid_thw"}
+        with_an_image = next(row for row, count in enumerate(counts) if count)
+        of_one_prompt = rows_of_images({**self._pixels, "num_images": counts}, [with_an_image])
+        del of_one_prompt["num_images"]
+        self._pixels_of_one_prompt = of_one_prompt
+        needed = batch.keys() - self._pixels.keys() | {"image_grid_thw"}  # positions are computed from the grid
+        return {name: x for name, x in batch.items() if name in needed}
 
     def _prefill(
         self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
     ):
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
-        kwargs_U = batch.kwargs
-        device = ids_UP.device
-        width = ids_UP.shape[1]
-        lengths = (width - _padding(ids_UP, kwargs_U)).tolist()
-        parts = self._parts(model, ids_UP, lengths, batch, config, synced_gpus)
-        outputs = None
-        caches = []
-        logits = []
-        rows = []  # of `ids_UP`, in the order in which they were prefilled
-        # If a forward is collective, a rank without parts left takes part with one token that is not used.
-        while unfinished(model, not parts, synced_gpus, device):
-            if not parts:
-                self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
-                continue
-            part = parts.pop(0)
-            outputs = self._prefill_part(model, ids_UP, lengths, part, config, batch)
-            caches.append(outputs[batch.cache_name])
-            logits.append(outputs.logits[:, -1:])
-            rows += part.rows
-            self.work.prefill_tokens += len(part.rows) * part.new
-        if len(caches) > 1:
-            order_U = torch.tensor(rows, device=device).argsort()
-            outputs[batch.cache_name] = joined_cache(model.config, caches, order_U, width)
-            outputs.logits = torch.cat(logits)[order_U]
-        take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
-        outputs.logits = outputs.logits[:, -1:][prompt_R]
+        prompts = Prefill(
+            model, ids_UP, batch.kwargs, batch.cache_name, config, synced_gpus=synced_gpus, pixels=self._pixels
+        )
+        outputs = prompts.run(prompts.parts(self.turns, self.has_images))
+        self.work.prefill_tokens += prompts.tokens
         self.work.prefill_tokens_stock += batch.ids_AL.numel()
-        kwargs = {name: _rows(name, value, prompt_R) for name, value in kwargs_U.items() if name not in _OF_IMAGES}
-        batch.kwargs = kwargs
+        take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
+        outputs.logits = outputs.logits[prompt_R]
+        batch.kwargs = {
+            name: rows_of(name, value, prompt_R) for name, value in batch.kwargs.items() if name not in OF_IMAGES
+        }
         # The last positions are enough for the next step, unless a model drops its cache and needs all of them again.
-        if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
-            kwargs["position_ids"] = kwargs["position_ids"][..., -1:]
+        if batch.kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
+            batch.kwargs["position_ids"] = batch.kwargs["position_ids"][..., -1:]
         return outputs
-
-    def _parts(
-        self, model, ids_UP, lengths: list[int], batch: "_Batch", config: GenerationConfig, synced_gpus: bool
-    ) -> list[Continuation]:
-        """The parts in which the prompts are prefilled: behind what is kept of the last turn, or their beginning."""
-        count, width = ids_UP.shape
-        whole = Continuation([*range(count)], [None] * count, width)
-        prompts = [row[width - length :] for row, length in zip(ids_UP.tolist(), lengths, strict=True)]
-        if self.turns is not None and self.turns.number > 0:
-            if not self.has_images:
-                return self.turns.plan_prefill(prompts)
-            self.turns.clear()
-            return [whole]
-        beginning = prefill_beginning(model, prompts, ids_UP, batch.kwargs, config, synced_gpus)
-        if beginning is None:
-            return [whole]
-        self.work.prefill_tokens += len(beginning.ids)
-        return [Continuation(whole.rows, [beginning] * count, width - len(beginning.ids))]
 
     @contextmanager
     def _tower_on_every_rank(self, model, device: torch.device, synced_gpus: bool) -> Iterator[None]:
@@ -289,38 +250,20 @@ class Decoding:
         with tower.in_every_forward():
             yield
 
-    def _prefill_part(
-        self, model, ids_UP, lengths: list[int], part: Continuation, config: GenerationConfig, batch: "_Batch"
-    ):
-        """The model's outputs for the last `part.new` columns of some prompts, continued from the kept caches.
-
-        `lengths`: tokens of every prompt of the batch.
-        """
-        width = max(lengths[row] for row in part.rows)
-        used = [max(0, lengths[row] - part.new) for row in part.rows]
-        rows = torch.tensor(part.rows, device=ids_UP.device)
-        kwargs = {name: _rows(name, value, rows) for name, value in batch.kwargs.items() if name not in _OF_IMAGES}
-        if part.new > 1:  # a single token is text, and may be unused
-            given = {name: value for name, value in batch.kwargs.items() if name in _OF_IMAGES}
-            kwargs.update(self._pixels or given)
-        kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
-        part.kept.clear()  # frees the kept rows' memory before the forward
-        for name in ("attention_mask", "position_ids", *PER_TOKEN):
-            if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name][..., -width:]
-        return prefill(model, ids_UP[rows, -part.new :], config, kwargs)
-
 
 def distinct_rows(keys_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Index of each distinct row's first occurrence `(U,)`, ascending, and for each row `(R,)` the entry equal to it.
 
     The latter is `prompt_R` of [`Decoding`].
     """
+    rows = len(keys_RN)
     distinct, prompt_R = torch.unique(keys_RN, dim=0, return_inverse=True)
-    rows_R = torch.arange(len(keys_RN), device=keys_RN.device)
-    first_U = rows_R.new_full((len(distinct),), len(keys_RN)).scatter_reduce(0, prompt_R, rows_R, "amin")
+    rows_R = torch.arange(rows, device=keys_RN.device)
+    beyond_U = rows_R.new_full((len(distinct),), rows)
+    first_U = beyond_U.scatter_reduce(0, prompt_R, rows_R, "amin")
     first_U, order_U = first_U.sort()
-    return first_U, order_U.argsort()[prompt_R]
+    place_U = order_U.argsort()
+    return first_U, place_U[prompt_R]
 
 
 class _Batch:
@@ -342,11 +285,12 @@ class _Batch:
         self.logits_processor = logits_processor
         self.stopping_criteria = stopping_criteria
         self._select_in_processors(prompt_R)
-        self._padding_R = _padding(ids_UP, kwargs)[prompt_R]
+        self._padding_R = padding_of(ids_UP, kwargs)[prompt_R]
         self._rows = len(prompt_R)
         self.left = self._rows
         self._newly_ended = 0
-        self.longest = sys.maxsize if stopping_criteria.max_length is None else stopping_criteria.max_length
+        longest = stopping_criteria.max_length
+        self.longest = sys.maxsize if longest is None else longest
         self._rows_A = torch.arange(self.left, device=ids_UP.device)
         self._open_A = torch.ones_like(self._rows_A, dtype=torch.bool)
         self._uniforms = RowUniforms(self.left, ids_UP.device) if config.do_sample else None
@@ -354,7 +298,8 @@ class _Batch:
         # Without an end-of-sequence token `generate` continues finished rows as they are.
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad = pad_token(config).to(ids_UP.device) if pads else None
-        self.drops = pads and all(type(item).__name__ in _BY_ROW for item in (*logits_processor, *stopping_criteria))
+        names = {type(item).__name__ for item in (*logits_processor, *stopping_criteria)}
+        self.drops = pads and names <= _BY_ROW
 
     def append(self, logits_AV: torch.Tensor) -> None:
         """Pick every row's next token.
@@ -364,24 +309,31 @@ class _Batch:
         """
         logits_AV = logits_AV.to(self.ids_AL.device)
         if self.logits_processor:
-            logits_AV = self.logits_processor(self.ids_AL, logits_AV.to(copy=True, dtype=torch.float32))
+            logits_AV = logits_AV.to(copy=True, dtype=torch.float32)
+            logits_AV = self.logits_processor(self.ids_AL, logits_AV)
         if self._uniforms is None:
             next_A = logits_AV.argmax(-1)
         else:
-            next_A = draw(torch.softmax(logits_AV, -1, dtype=torch.float32), self._uniforms.next(self._rows_A))
+            probs_AV = torch.softmax(logits_AV, -1, dtype=torch.float32)
+            uniform_A = self._uniforms.next(self._rows_A)
+            next_A = draw(probs_AV, uniform_A)
         if self._pad is not None and self.left < len(next_A):
             next_A = next_A.where(self._open_A, self._pad)
         if len(self._rows_A) == self._rows:
             self.columns.append(next_A)
         else:
-            self.columns.append(self._pad.repeat(self._rows).index_copy(0, self._rows_A, next_A))
+            padding_R = self._pad.repeat(self._rows)
+            self.columns.append(padding_R.index_copy(0, self._rows_A, next_A))
         self.ids_AL = torch.cat([self.ids_AL, next_A[:, None]], 1)
         was_open_A = self._open_A
         was_left = self.left
-        self._open_A = was_open_A & ~self.stopping_criteria(self.ids_AL, None)
-        self._ended_A = was_open_A & ~self._open_A
+        ends_A = self.stopping_criteria(self.ids_AL, None)
+        self._open_A = was_open_A & ~ends_A
+        self._ended_A = was_open_A & ends_A
         # Both numbers in one transfer, so that the host waits for the device once.
-        self.left, broken = torch.stack([self._open_A.sum(), (next_A < 0).sum()]).tolist()
+        is_broken_A = next_A < 0
+        counts = torch.stack([self._open_A.sum(), is_broken_A.sum()])
+        self.left, broken = counts.tolist()
         self._newly_ended = was_left - self.left
         if broken:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
@@ -404,19 +356,23 @@ class _Batch:
         """Copies of each layer's tensors for the `length` tokens of a row of A, without padding."""
         layers = []
         for layer in self.kwargs[self.cache_name].layers:
-            states = {name: state[row] for name, state in layer_states(layer).items()}
-            for name in states.keys() & {"keys", "values"}:
-                # Padding is before the row. A sliding layer may have fewer columns than `length`.
-                states[name] = states[name][:, -length:]
-            layers.append({name: state.clone() for name, state in states.items()})
+            states = {}
+            for name, state in layer_states(layer).items():
+                of_row = state[row]
+                if name in ("keys", "values"):
+                    # Padding is before the row. A sliding layer may have fewer columns than `length`.
+                    of_row = of_row[:, -length:]
+                states[name] = of_row.clone()
+            layers.append(states)
         return layers
 
     def drop_finished(self, synced_gpus: bool) -> None:
         """Drop finished rows and their part of the cache, once there are enough of them to be worth the copy."""
-        finished = len(self._rows_A) - self.left
-        are_enough = finished >= max(1, _DROP_SHARE * len(self._rows_A))
+        count = len(self._rows_A)
+        finished = count - self.left
+        least = max(1, _DROP_SHARE * count)
         is_over = not self.left and not synced_gpus
-        if not self.drops or not are_enough or is_over:
+        if not self.drops or finished < least or is_over:
             return
         # If this rank has finished but other ranks need its forwards, one row stays.
         remaining = self._open_A.nonzero()[:, 0] if self.left else self._rows_A.new_zeros(1)
@@ -424,27 +380,13 @@ class _Batch:
         self._rows_A = self._rows_A[remaining]
         self._open_A = self._open_A[remaining]
         take_rows(self.kwargs[self.cache_name], remaining)
-        self.kwargs = {name: _rows(name, value, remaining) for name, value in self.kwargs.items()}
+        self.kwargs = {name: rows_of(name, value, remaining) for name, value in self.kwargs.items()}
         self._select_in_processors(remaining)
 
     def _select_in_processors(self, rows: torch.Tensor) -> None:
         for processor in self.logits_processor:
             if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
                 processor.prompt_ignore_length = processor.prompt_ignore_length[rows]
-
-
-def _padding(ids_UP: torch.Tensor, kwargs: dict) -> torch.Tensor:
-    """Columns of padding before each prompt, `(U,)`; `generate` passes no mask if there is no padding."""
-    mask_UP = kwargs.get("attention_mask")
-    return ids_UP.new_zeros(len(ids_UP)) if mask_UP is None else (mask_UP == 0).sum(1)
-
-
-def _rows(name: str, value, rows: torch.Tensor):
-    """The rows `rows` of the model's argument `name`; an argument that is no tensor is returned unchanged."""
-    if not isinstance(value, torch.Tensor) or not value.ndim:
-        return value
-    # Classes that take images have positions on several axes, `(axes, rows, tokens)`.
-    return value[:, rows] if name == "position_ids" and value.ndim == 3 else value[rows]
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
@@ -488,31 +430,41 @@ def draw(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     dtype. `probs_BV` are float32 and need not sum to one; a row with NaN or infinite weights gets -1.
     """
     size = probs_BV.shape[1]
-    dtype = widest_float(probs_BV.device)
+    device = probs_BV.device
+    dtype = widest_float(device)
     if size <= _WIDTH:
         weight_BV = probs_BV.to(dtype)
-        return _invert(weight_BV, uniform_B)[0].where(weight_BV.sum(1).isfinite(), -1)
+        token_B, _ = _invert(weight_BV, uniform_B)
+        return token_B.where(weight_BV.sum(1).isfinite(), -1)
     whole = size - size % _WIDTH
-    blocks_BN = probs_BV[:, :whole].unflatten(1, (-1, _WIDTH)).sum(-1, dtype=dtype)
+    blocks_BNW = probs_BV[:, :whole].unflatten(1, (-1, _WIDTH))
+    blocks_BN = blocks_BNW.sum(-1, dtype=dtype)
     if whole < size:
-        blocks_BN = torch.cat([blocks_BN, probs_BV[:, whole:].sum(-1, keepdim=True, dtype=dtype)], 1)
+        last_B1 = probs_BV[:, whole:].sum(-1, keepdim=True, dtype=dtype)
+        blocks_BN = torch.cat([blocks_BN, last_B1], 1)
     block_B, left_B = _invert(blocks_BN, uniform_B)
-    token_BW = block_B[:, None] * _WIDTH + torch.arange(_WIDTH, device=probs_BV.device)
-    weight_BW = probs_BV.gather(1, token_BW.clamp_max(size - 1)).to(dtype) * (token_BW < size)
+    first_B = block_B * _WIDTH
+    token_BW = first_B[:, None] + torch.arange(_WIDTH, device=device)
+    is_token_BW = token_BW < size  # the last block may be short
+    weight_BW = probs_BV.gather(1, token_BW.clamp_max(size - 1))
+    weight_BW = weight_BW.to(dtype) * is_token_BW
     inside_B, _ = _invert(weight_BW, left_B)
-    token_B = block_B * _WIDTH + inside_B
+    token_B = first_B + inside_B
     return token_B.where(blocks_BN.sum(1).isfinite(), -1)
 
 
 def _invert(weights_BN: torch.Tensor, uniform_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Index at which the cumulated weights pass `uniform_B` of their total, and how far into that weight (0 to 1)."""
+    last = weights_BN.shape[1] - 1
     upto_BN = weights_BN.cumsum(1)
     total_B1 = upto_BN[:, -1:]
     target_B1 = uniform_B[:, None] * total_B1
+    index_B = (upto_BN <= target_B1).sum(1)
     # Rounding may lift the target to the total. The index is then the last one of positive weight.
-    index_B = torch.minimum((upto_BN <= target_B1).sum(1), (upto_BN < total_B1).sum(1)).clamp_max(
-        weights_BN.shape[1] - 1
-    )
-    weight_B = weights_BN.gather(1, index_B[:, None])[:, 0]
-    before_B = upto_BN.gather(1, index_B[:, None])[:, 0] - weight_B
-    return index_B, ((target_B1[:, 0] - before_B) / weight_B).clamp(0, 1)
+    last_positive_B = (upto_BN < total_B1).sum(1)
+    index_B = torch.minimum(index_B, last_positive_B).clamp_max(last)
+    index_B1 = index_B[:, None]
+    weight_B1 = weights_BN.gather(1, index_B1)
+    before_B1 = upto_BN.gather(1, index_B1) - weight_B1
+    into_B1 = (target_B1 - before_B1) / weight_B1
+    return index_B, into_B1[:, 0].clamp(0, 1)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...compat import trl as trls
+from ...compat.trl_rollouts import with_own_template, with_turns_by
 from ...errors import UserError
-from ...utils.replaced import replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,7 @@ NOT_AS_SERVED = "the chat template strips earlier thinking: what is trained is n
 
 def tokenized_as_served(trainer: "GRPOTrainer", tokenize_prompts: Any, prompts: list) -> tuple:
     """TRL's `_tokenize_prompts` with the tokenizer's own chat template, and not with TRL's for training."""
-    with replaced(trainer, chat_template=None):
+    with with_own_template(trainer):
         return tokenize_prompts(prompts)
 
 
@@ -112,7 +112,7 @@ def rendering(
             raise UserError("history: template renders no images yet; history: append does")
         return generate_turn(history.next_prompts(), images, fields, **options)
 
-    with replaced(trainer, _generate_single_turn=generate):
+    with with_turns_by(trainer, generate):
         yield history
 
 

@@ -84,25 +84,15 @@ class Rollout:
     def _turn(self, stock, turn: Turn, wrapped, settings: GenerateSettings | None, turns: KeptTurns | None):
         if settings is None or self.why_stock(wrapped, settings) is not None:
             return stock(**turn._asdict())
-        of_images = turn.multimodal_fields
-        if turn.has_tool_images and not any(name in PER_TOKEN for name in of_images):
-            if turns is not None:
-                turns.clear()
-                logger.warning_once(
-                    "rollouts: turns behind a tool's image are prefilled whole, as in stock TRL, which knows no "
-                    "placeholder token of this model's images"
-                )
+        vision = _vision_of(turn)
+        reason = self._why_stock_with_images(turn, wrapped, settings, vision)
+        if reason is not None:
+            logger.warning_once(reason)
+            if turn.has_tool_images and turns is not None:
+                turns.clear()  # the next turn's prompts have images that the kept rows lack
             return stock(**turn._asdict())
-        vision = {}
-        if turn.images or any(name.startswith("pixel_values") for name in of_images):
-            counts = [len(images or ()) for images in turn.images or ()]
-            vision = vision_tensors(of_images | {"num_images": counts}, max(map(len, turn.prompt_ids)))
-            reason = self.why_stock(wrapped, settings, vision)
-            if reason is not None:
-                logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
-                return stock(**turn._asdict())
-            if turns is not None and turns.number > 0:
-                logger.warning_once("rollouts: turns of a batch with images are prefilled whole, as in stock TRL")
+        if vision and turns is not None and turns.number > 0:
+            logger.warning_once("rollouts: turns of a batch with images are prefilled whole, as in stock TRL")
         with self.generating(wrapped, settings.overrides) as (model, synced_gpus):
             completions, work = complete(
                 model,
@@ -115,6 +105,20 @@ class Rollout:
             )
         self._work += work or DecodingWork()
         return completions, None
+
+    def _why_stock_with_images(
+        self, turn: Turn, wrapped: nn.Module, settings: GenerateSettings, vision: dict[str, Any]
+    ) -> str | None:
+        """A line on why TRL itself draws a turn with images; `None` if it has none, or if they are known."""
+        if turn.has_tool_images and not any(name in PER_TOKEN for name in turn.multimodal_fields):
+            return (
+                "rollouts: turns behind a tool's image are prefilled whole, as in stock TRL, which knows no "
+                "placeholder token of this model's images"
+            )
+        if not vision:
+            return None
+        reason = self.why_stock(wrapped, settings, vision)
+        return None if reason is None else f"decoding: a batch with images generates as in stock TRL ({reason})"
 
     def join_turns(
         self, stock: Callable, prompt: list[int], wrapped: nn.Module, settings: GenerateSettings | None
@@ -215,6 +219,16 @@ class Rollout:
             self.backend.summon_full_params(wrapped, recurse=False),
         ):
             yield model, self.is_sharded and not is_gathered(wrapped)
+
+
+def _vision_of(turn: Turn) -> dict[str, Any]:
+    """A turn's images as the processor's tensors, with the number of images of each prompt; empty without images."""
+    fields = turn.multimodal_fields
+    if not turn.images and not any(name.startswith("pixel_values") for name in fields):
+        return {}
+    counts = [len(images or ()) for images in turn.images or ()]
+    width = max(len(ids) for ids in turn.prompt_ids)
+    return vision_tensors({**fields, "num_images": counts}, width)
 
 
 @contextmanager

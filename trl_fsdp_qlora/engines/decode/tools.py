@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 
-from ...utils.replaced import replaced
+from ...compat.trl_rollouts import with_tools
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -70,7 +70,7 @@ def limited_tools(
         for attribute in attributes
         if hasattr(trainer, attribute)
     }
-    return replaced(trainer, **limited_by_attribute)
+    return with_tools(trainer, limited_by_attribute)
 
 
 def _in_thread(call: Callable, seconds: float, line: str) -> Any:

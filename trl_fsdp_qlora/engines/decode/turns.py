@@ -101,10 +101,13 @@ class KeptRow:
     def usable(self, ids: list[int]) -> int:
         """The number of a prompt's tokens that this row serves; the last token always runs, for its logits."""
         common = min(len(self.ids), len(ids) - 1)
-        if ids[:common] != self.ids[:common]:
-            differs = np.array(ids[:common]) != np.array(self.ids[:common])
+        theirs = ids[:common]
+        ours = self.ids[:common]
+        if theirs != ours:
+            differs = np.array(theirs) != np.array(ours)
             common = int(differs.argmax())
-        return common if self.may_go_back or common == len(self.ids) else 0
+        is_whole = common == len(self.ids)
+        return common if self.may_go_back or is_whole else 0
 
 
 @dataclass
@@ -160,23 +163,16 @@ class KeptTurns:
         """The parts in which `prompts` are prefilled; kept rows that serve no prompt are freed."""
         kept = sorted(self._rows, key=lambda row: row.ids)
         self.clear()
-        served = [self._serving(kept, ids) for ids in prompts]
-        new = [len(ids) - length for ids, (_, length) in zip(prompts, served, strict=True)]
-        may_go_back = [keeper is None or keeper.may_go_back for keeper, _ in served]
-
-        parts: list[Continuation] = []
-        for row in sorted(range(len(prompts)), key=lambda row: -new[row]):
-            if may_go_back[row]:
-                if not parts or new[row] < _TOGETHER * parts[-1].new:
-                    parts.append(Continuation([], [], new[row]))
-                parts[-1].rows.append(row)
-        # Padding would change these rows' states, so only rows with equally many new tokens run together.
-        used_whole = [row for row in range(len(prompts)) if not may_go_back[row]]
-        for tokens in sorted({new[row] for row in used_whole}, reverse=True):
-            parts.append(Continuation([row for row in used_whole if new[row] == tokens], [], tokens))
-        for part in parts:
-            part.rows.sort()
-            part.kept = [served[row][0] for row in part.rows]
+        keepers: list[KeptRow | None] = []
+        new: list[int] = []
+        for ids in prompts:
+            keeper, length = self._serving(kept, ids)
+            keepers.append(keeper)
+            new.append(len(ids) - length)
+        parts = []
+        for rows in _rows_together(keepers, new):
+            columns = max(new[row] for row in rows)
+            parts.append(Continuation(rows, [keepers[row] for row in rows], columns))
         return parts
 
     @staticmethod
@@ -186,13 +182,33 @@ class KeptTurns:
         # In this order the neighbours of a prompt share the longest beginning with the prompt. If the prompt continues
         # any row, the longest such row is the neighbour before it. If the prompt continues none, a neighbour that
         # cannot go back may hide a shorter row that serves, so all rows are searched.
-        near = kept[max(0, after - 1) : after + 1]
-        continues_a_row = after > 0 and near[0].usable(ids) == len(near[0].ids)
-        if not continues_a_row and not all(row.may_go_back for row in near):
-            near = kept
-        best = max(near, key=lambda row: row.usable(ids), default=None)
-        length = 0 if best is None else best.usable(ids)
+        before = kept[:after][-1:]
+        neighbours = before + kept[after : after + 1]
+        continues_a_row = any(row.usable(ids) == len(row.ids) for row in before)
+        all_may_go_back = all(row.may_go_back for row in neighbours)
+        candidates = neighbours if continues_a_row or all_may_go_back else kept
+        best = max(candidates, key=lambda row: row.usable(ids), default=None)
+        if best is None:
+            return None, 0
+        length = best.usable(ids)
         return (best, length) if length else (None, 0)
+
+
+def _rows_together(keepers: list[KeptRow | None], new: list[int]) -> list[list[int]]:
+    """The rows of each part of a prefill, with their keepers and their numbers of new tokens."""
+    parts: list[list[int]] = []
+    used_whole: dict[int, list[int]] = {}
+    longest_first = sorted(range(len(new)), key=lambda row: new[row], reverse=True)
+    for row in longest_first:
+        keeper = keepers[row]
+        if keeper is not None and not keeper.may_go_back:
+            # Padding would change its states, so only rows with equally many new tokens run together.
+            used_whole.setdefault(new[row], []).append(row)
+        elif parts and new[row] >= _TOGETHER * new[parts[-1][0]]:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return [sorted(rows) for rows in (*parts, *used_whole.values())]
 
 
 def filled_cache(config: PreTrainedConfig, rows: list[KeptRow | None], used: list[int], width: int) -> DynamicCache:
@@ -216,15 +232,18 @@ def filled_cache(config: PreTrainedConfig, rows: list[KeptRow | None], used: lis
 
 def _padded(rows: list[KeptRow | None], used: list[int], layer: int, name: str, columns: int) -> torch.Tensor:
     """A layer's keys or values `(rows, H_kv, columns, D)`: the last `columns` of each row's `used` tokens."""
-    one = next(row.layers[layer][name] for row in rows if row is not None)
-    batch = one.new_zeros(len(rows), one.shape[0], columns, one.shape[2])
-    for i, (row, length) in enumerate(zip(rows, used, strict=True)):
-        if length:
-            states = row.layers[layer][name]
-            # Tokens that a sliding layer has dropped are missing in front.
-            missing = len(row.ids) - states.shape[-2]
-            real = states[:, max(0, length - missing - columns) : length - missing]
-            batch[i, :, columns - real.shape[1] :] = real
+    example = next(row.layers[layer][name] for row in rows if row is not None)
+    heads, _, size = example.shape
+    batch = example.new_zeros(len(rows), heads, columns, size)
+    for number, (row, length) in enumerate(zip(rows, used, strict=True)):
+        if not length:
+            continue
+        states = row.layers[layer][name]
+        missing = len(row.ids) - states.shape[-2]  # tokens that a sliding layer has dropped, the first ones
+        end = length - missing
+        begin = max(0, end - columns)
+        padding = columns - (end - begin)
+        batch[number, :, padding:] = states[:, begin:end]
     return batch
 
 
@@ -239,11 +258,21 @@ def joined_cache(
         for name, first in parts[0].items():
             tensors = [part[name] for part in parts]
             if name in ("keys", "values"):
-                columns = max(tensor.shape[-2] for tensor in tensors)
-                tensors = [nn.functional.pad(t, (0, 0, columns - t.shape[-2], 0)) for t in tensors]
-            states[name] = torch.cat(tensors)[order_U.to(first.device)]
+                tensors = _equally_long(tensors)
+            order = order_U.to(first.device)
+            states[name] = torch.cat(tensors)[order]
         if states:
             fill_layer(layer, states, width)
         for cache in caches:
             cache.layers[number] = None  # frees its memory before the next layer is joined
     return joined
+
+
+def _equally_long(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Keys or values `(rows, H_kv, columns, D)`, padded before their columns to the longest of them."""
+    longest = max(tensor.shape[-2] for tensor in tensors)
+    padded = []
+    for tensor in tensors:
+        missing = longest - tensor.shape[-2]
+        padded.append(nn.functional.pad(tensor, (0, 0, missing, 0)))
+    return padded

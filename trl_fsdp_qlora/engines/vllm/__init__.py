@@ -1,1 +1,1 @@
-"""Completions by vLLM: the engine, the adapter's way into it, one copy of the base."""
+"""Completions by vLLM: what is sent to the engine, how the adapter gets there, and the check of its weights."""

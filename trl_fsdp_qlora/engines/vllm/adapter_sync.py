@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -64,29 +65,43 @@ def served_rank(config: LoraConfig) -> int:
     Raises:
         RolloutError: vLLM cannot serve such an adapter; the message names the line to change.
     """
+    reason = _why_not_served(config)
+    if reason is not None:
+        raise RolloutError(f"vLLM cannot serve this adapter by itself: {reason}")
+    return next(served for served in _RANKS if served >= config.r)
+
+
+def _why_not_served(config: LoraConfig) -> str | None:
     if type(config) is not LoraConfig:
-        raise RolloutError(f"vLLM cannot serve this adapter by itself: a {type(config).__name__} is no LoraConfig")
-    # The cause before what follows from it: PEFT writes the ranks of adapted parameters into `rank_pattern`.
-    for field in sorted(fields(config), key=lambda field: field.name != "target_parameters"):
+        return f"a {type(config).__name__} is no LoraConfig"
+    unread = _fields_that_count(config)
+    if unread:
+        # The cause before what follows from it: PEFT writes the ranks of adapted parameters into `rank_pattern`.
+        name = "target_parameters" if "target_parameters" in unread else next(iter(unread))
+        value, default = unread[name]
+        unknown = f"is not read by vLLM, which would ignore it; leave it at {default!r}"
+        return f"{name}={value!r} {_WHY.get(name, unknown)}"
+    targets = config.target_modules or ()
+    names = [targets] if isinstance(targets, str) else targets
+    if any(layer in name for name in names for layer in ("lm_head", "embed_tokens")):
+        return (
+            f"target_modules={config.target_modules} has the LM head or the embeddings, for which vLLM's LoRA differs "
+            "from PEFT's"
+        )
+    return f"its rank {config.r} is above {_RANKS[-1]}" if config.r > _RANKS[-1] else None
+
+
+def _fields_that_count(config: LoraConfig) -> dict[str, tuple[Any, Any]]:
+    """The fields of which vLLM reads nothing and that may change a product, by name: their values and defaults."""
+    unread = {}
+    for field in fields(config):
         value = getattr(config, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        if field.name in _READ | _CHANGES_NO_PRODUCT or value == default or not (value or default):
-            continue
-        if field.name == "init_lora_weights" and value in _LEAVES_BASE:
-            continue
-        value = sorted(value) if isinstance(value, set) else value
-        unknown = f"is not read by vLLM, which would ignore it; leave it at {default!r}"
-        why = _WHY.get(field.name, unknown)
-        raise RolloutError(f"vLLM cannot serve this adapter by itself: {field.name}={value!r} {why}")
-    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
-    if any(name in target for target in targets for name in ("lm_head", "embed_tokens")):
-        raise RolloutError(
-            f"vLLM cannot serve this adapter by itself: target_modules={config.target_modules} has the LM head or the "
-            "embeddings, for which vLLM's LoRA differs from PEFT's"
-        )
-    if config.r > _RANKS[-1]:
-        raise RolloutError(f"vLLM cannot serve this adapter by itself: its rank {config.r} is above {_RANKS[-1]}")
-    return next(served for served in _RANKS if served >= config.r)
+        is_default = value == default or not (value or default)
+        leaves_base = field.name == "init_lora_weights" and value in _LEAVES_BASE
+        if not is_default and not leaves_base and field.name not in _READ | _CHANGES_NO_PRODUCT:
+            unread[field.name] = (sorted(value) if isinstance(value, set) else value, default)
+    return unread
 
 
 def check_trained(model: PeftModel) -> None:
@@ -146,8 +161,9 @@ class AdapterVersions:
         self.bytes = sum(tensor.nbytes for tensor in weights.values())
         if self.root is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(f"{_SCRATCH}*") if self.owns_folder else ():
-                shutil.rmtree(leftover, ignore_errors=True)
+            if self.owns_folder:
+                for leftover in self.folder.glob(f"{_SCRATCH}*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
             self._scratch = tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self.folder, ignore_cleanup_errors=True)
             self.root = Path(self._scratch.name).resolve()
         folder = self.root / f"{self.prefix}-v{version}"
@@ -160,5 +176,6 @@ class AdapterVersions:
     def forget_before(self, version: int) -> None:
         """Remove the folders of versions older than `version`."""
         for folder in self.root.glob(f"{self.prefix}-v*"):
-            if int(folder.name.rpartition("-v")[2]) < version:
+            _, _, number = folder.name.rpartition("-v")
+            if int(number) < version:
                 shutil.rmtree(folder, ignore_errors=True)

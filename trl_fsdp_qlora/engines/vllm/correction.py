@@ -52,11 +52,15 @@ def importance_weights(
     high = args.vllm_importance_sampling_clip_max
     low = -math.inf if low is None else low
     high = math.inf if high is None else high
-    difference = torch.nan_to_num((policy_BC.detach() - sampled_BC) * mask_BC, nan=0.0)
-    weights = (difference if level == "token" else difference.sum(-1, keepdim=True)).exp()
+    log_weights = (policy_BC.detach() - sampled_BC) * mask_BC
+    log_weights = torch.nan_to_num(log_weights, nan=0.0)
+    if level == "sequence":
+        log_weights = log_weights.sum(-1, keepdim=True)
+    weights = log_weights.exp()
     if treatment == "truncate":
         return weights.clamp(low, high)
-    return weights.masked_fill((weights < low) | (weights > high), 0.0)
+    is_outside = (weights < low) | (weights > high)
+    return weights.masked_fill(is_outside, 0.0)
 
 
 # --- does vLLM hold the model that is trained? -----------------------------------------------------------------------
@@ -93,16 +97,22 @@ def sampling_figures(inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC:
         policy_BC: the policy's log-probabilities when the batch was drawn.
         scored_BC: tokens that the loss scores; all if `None`.
     """
-    mask_BC = sampled_mask(inputs) if scored_BC is None else sampled_mask(inputs) & scored_BC
-    known_BC = mask_BC & ~inputs[SAMPLED_LOGPS].isnan()
-    difference = torch.where(known_BC, inputs[SAMPLED_LOGPS] - policy_BC.detach(), 0.0).abs()
-    figures = [known_BC.sum(), difference.sum(), difference.amax()]
+    mask_BC = sampled_mask(inputs)
+    if scored_BC is not None:
+        mask_BC = mask_BC & scored_BC
+    engine_BC = inputs[SAMPLED_LOGPS]
+    known_BC = mask_BC & ~engine_BC.isnan()
+    difference_BC = engine_BC - policy_BC.detach()
+    difference_BC = torch.where(known_BC, difference_BC, 0.0).abs()
+    figures = [known_BC.sum(), difference_BC.sum(), difference_BC.amax()]
     weights = inputs.get(IMPORTANCE_RATIO)
-    if weights is not None:  # (B, 1) in the sequence modes
-        used = mask_BC if weights.shape == mask_BC.shape else mask_BC.any(1, keepdim=True)
+    if weights is not None:
+        is_by_token = weights.shape == mask_BC.shape  # (B, 1) in the sequence modes
+        used = mask_BC if is_by_token else mask_BC.any(1, keepdim=True)
         least = torch.where(used, weights, math.inf).amin()
         most = torch.where(used, weights, -math.inf).amax()
-        figures += [used.sum(), least, torch.where(used, weights, 0.0).sum(), most]
+        total = torch.where(used, weights, 0.0).sum()
+        figures += [used.sum(), least, total, most]
     return torch.stack([figure.float() for figure in figures])
 
 
@@ -111,13 +121,18 @@ def sampling_metrics(figures: list[list[float]]) -> tuple[dict[str, float], floa
 
     `figures`: [`sampling_figures`] of each rank.
     """
-    tokens, differences, largest, *of_weights = zip(*figures, strict=True)
-    metrics = [sum(differences) / max(sum(tokens), 1), max(largest)]
-    if of_weights:
-        counts, least, sums, most = of_weights
+    by_figure = list(zip(*figures, strict=True))
+    tokens, differences, largest = by_figure[:3]
+    total_tokens = sum(tokens)
+    total_difference = sum(differences)
+    values = [total_difference / max(total_tokens, 1), max(largest)]
+    if len(by_figure) > 3:
+        counts, least, sums, most = by_figure[3:]
         if any(counts):
-            metrics += [min(least), sum(sums) / sum(counts), max(most)]
-    return dict(zip(SAMPLING_METRICS, metrics, strict=False)), sum(tokens), sum(differences)
+            mean = sum(sums) / sum(counts)
+            values += [min(least), mean, max(most)]
+    metrics = dict(zip(SAMPLING_METRICS, values, strict=False))
+    return metrics, total_tokens, total_difference
 
 
 def draws_from_policy(args: Any) -> bool:

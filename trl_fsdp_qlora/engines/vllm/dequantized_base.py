@@ -3,6 +3,11 @@
 QLoRA trains an adapter on the *rounded* base; an engine that served the unrounded one would sample from another
 policy. So the packed weights are dequantized once, with bitsandbytes' own function, and the engine serves exactly
 those.
+
+Transformers' `model.dequantize()` and `save_pretrained` do not do it: `dequantize` replaces the layers of the model
+that is to be trained, needs the whole dense base in memory (16 GB for an 8B model) next to the packed one, and
+knows neither layers that keep their bytes in one parameter nor experts in 4 bits. Here one decoder layer is dense at a
+time, and the model stays as it is.
 """
 
 import hashlib
@@ -12,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -26,6 +32,10 @@ from .adapter_sync import RolloutError
 
 DONE = "dequantized.json"
 _LAYERS = ("Linear4bit", "PackedLinear4bit")  # by name, because bitsandbytes need not be installed
+# Fields of a config: a trainer's changes, and the checkpoint's folder.
+_CHANGE_NO_WEIGHT = (
+    "_name_or_path", "use_cache", "dtype", "torch_dtype", "transformers_version", "quantization_config",
+)  # fmt: skip
 
 
 def has_packed_base(model: nn.Module) -> bool:
@@ -74,22 +84,29 @@ def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
             continue
         if name in in_4_bits:
             tensor = in_4_bits[name]()
-        tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        yield name.replace(".base_layer.", "."), tensor.contiguous().cpu()
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        yield _plain(name), tensor.contiguous().cpu()
 
 
 def _fingerprint(base: nn.Module, dtype: torch.dtype) -> str:
     """Digest of the weights without adapters, and of the config's fields that determine what the model computes."""
-    # A trainer's changes of a config, and the checkpoint's folder, change no weight.
-    ignored = ("_name_or_path", "use_cache", "dtype", "torch_dtype", "transformers_version", "quantization_config")
-    config = {key: value for key, value in base.config.to_dict().items() if key not in ignored}
-    digest = hashlib.blake2b(f"{dtype} {json.dumps(config, sort_keys=True, default=str)}".encode(), digest_size=16)
-    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items()}
-    for name, tensor in sorted(tensors.items()):
-        if ".lora_" not in name:
-            digest.update(name.encode())
-            digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+    config = {key: value for key, value in base.config.to_dict().items() if key not in _CHANGE_NO_WEIGHT}
+    text = json.dumps(config, sort_keys=True, default=str)
+    digest = hashlib.blake2b(f"{dtype} {text}".encode(), digest_size=16)
+    tensors = {_plain(name): tensor for name, tensor in base.state_dict().items()}
+    for name in sorted(tensors):
+        if ".lora_" in name:
+            continue
+        content = tensors[name].detach().contiguous().cpu()
+        digest.update(name.encode())
+        digest.update(content.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _plain(name: str) -> str:
+    """The name that a weight has without an adapter."""
+    return name.replace(".base_layer.", ".")
 
 
 def dequantized_base(
@@ -143,20 +160,31 @@ def _holds(folder: Path, content: str) -> bool:
 def _write(folder: Path, base: PreTrainedModel, tokenizer, content: str, dtype: torch.dtype, progress: bool) -> None:
     folder.mkdir()
     # A file for each layer, in the checkpoint's own layout, which may have a tensor for each expert.
-    layers = groupby(_dense(base, dtype), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0])
+    layers = groupby(_dense(base, dtype), key=lambda item: layer_of(item[0]))
     bar = tqdm(layers, unit=" layers", desc="dequantizing the base", disable=not progress)
-    files = {}
-    size = 0
-    for i, (_, layer) in enumerate(bar):
+    file_of = {}
+    total_size = 0
+    for number, (_, layer) in enumerate(bar):
         tensors = revert_weight_conversion(base, dict(layer))
-        name = f"model-{i:05d}.safetensors"
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        files.update(dict.fromkeys(tensors, name))
-        size += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        file_name = f"model-{number:05d}.safetensors"
+        save_file(tensors, folder / file_name, metadata={"format": "pt"})
+        for name, tensor in tensors.items():
+            file_of[name] = file_name
+            total_size += tensor.nbytes
+    index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
+    _write_json(folder / "model.safetensors.index.json", index)
     write_config(folder, base, tokenizer, dtype)
-    (folder / DONE).write_text(json.dumps({"content": content, "dtype": str(dtype)}) + "\n", encoding="utf-8")
+    _write_json(folder / DONE, {"content": content, "dtype": str(dtype)})
+
+
+def layer_of(name: str) -> str:
+    """The part of a tensor's name that its decoder layer has, with the layer's number; empty outside of layers."""
+    return re.match(r"(.*?\.\d+\.)?", name)[0]
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, default=str)
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def write_config(folder: Path, model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> Path:

@@ -1,10 +1,10 @@
 """The choice of how the policy gets into a vLLM engine. An impossible choice raises before a model is loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from peft import PeftModel
@@ -19,6 +19,7 @@ from .drawn_dtype import engine_options, other_dtype
 
 WEIGHS_AS_1_16 = weighs_as_1_16()
 _ASKED_FOR = "asked for"
+T = TypeVar("T")
 
 
 class Sync(NamedTuple):
@@ -68,45 +69,71 @@ def choose_sync(
     """
     if not args.use_vllm:
         return Sync("off", "use_vllm is off")
-    if args.rollout_sync == "adapter" and peft_config is None:
+    asked_for = args.rollout_sync
+    if asked_for == "adapter" and peft_config is None:
         raise RolloutError("rollout_sync='adapter' without an adapter: set use_peft: true, or rollout_sync: merge")
-    if args.rollout_sync == "merge" or peft_config is None:
-        if quantized:
-            raise RolloutError(
-                "rollout_sync='merge' with a quantized base: merging into packed weights is not possible "
-                "(trl#4973). Remove rollout_sync, or load the base unquantized"
-            )
-        return Sync("merge", _ASKED_FOR if args.rollout_sync == "merge" else "there is no adapter to send alone")
+    if quantized and (asked_for == "merge" or peft_config is None):
+        raise RolloutError(
+            "rollout_sync='merge' with a quantized base: merging into packed weights is not possible "
+            "(trl#4973). Remove rollout_sync, or load the base unquantized"
+        )
+    not_servable = None if peft_config is None else _why_not_servable(peft_config, model)
+    if not_servable is not None and (asked_for == "adapter" or quantized):
+        raise not_servable
+    by_settings = (
+        (asked_for == "merge", Sync("merge", _ASKED_FOR)),
+        (peft_config is None, Sync("merge", "there is no adapter to send alone")),
+        (not_servable is not None, Sync("merge", str(not_servable))),
+        (asked_for == "adapter", Sync("adapter", _ASKED_FOR)),
+        (args.vllm_share_base == "on", Sync("adapter", "the base is shared")),
+        (quantized, Sync("adapter", "the base is quantized")),
+    )
+    chosen = _first(by_settings)
+    if chosen is not None:
+        return chosen
+    place = place or this_place(args)
+    is_server = args.vllm_mode == "server"
+    server = _answer_of_server(args) if is_server and ask else _TAKES_ADAPTERS
+    by_place = (
+        (server["lora_config"] is None, Sync("merge", "the server was started without --enable-lora")),
+        (
+            server["weight_transfer_config"] is not None and place.on_gpu,
+            Sync("merge", "the server was started with --weight-transfer-config"),
+        ),
+        (place.is_sharded, Sync("adapter", "the base is sharded")),
+        (is_server and ask, Sync("adapter", "the engine is a server")),
+        (is_server, Sync("adapter", "the engine is a server (if it was started to take them)")),
+        (not place.on_gpu, Sync("adapter", "pushing whole weights does not work without a GPU")),
+    )
+    merged = Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
+    return _first(by_place) or merged
+
+
+# What is assumed of a server that is not asked.
+_TAKES_ADAPTERS = {"lora_config": {}, "weight_transfer_config": None}
+
+
+def _first(rows: Iterable[tuple[Any, T]]) -> T | None:
+    """The second entry of the first row whose first entry holds."""
+    return next((result for holds, result in rows if holds), None)
+
+
+def _why_not_servable(peft_config: Any, model: Any) -> RolloutError | None:
+    """The error that says why vLLM cannot serve an adapter alone; `None` if it can."""
     try:
         served_rank(peft_config)
         if isinstance(model, PeftModel):
             check_trained(model)
     except RolloutError as error:
-        if args.rollout_sync == "adapter" or quantized:
-            raise
-        return Sync("merge", str(error))
-    if args.rollout_sync == "adapter":
-        return Sync("adapter", _ASKED_FOR)
-    if args.vllm_share_base == "on":
-        return Sync("adapter", "the base is shared")
-    if quantized:
-        return Sync("adapter", "the base is quantized")
-    place = place or this_place(args)
-    if args.vllm_mode == "server" and ask:
-        from .engine import server_info
+        return error
+    return None
 
-        info = on_main(lambda: server_info(args))
-        if info["lora_config"] is None:
-            return Sync("merge", "the server was started without --enable-lora")
-        if info["weight_transfer_config"] is not None and place.on_gpu:
-            return Sync("merge", "the server was started with --weight-transfer-config")
-    if place.is_sharded:
-        return Sync("adapter", "the base is sharded")
-    if args.vllm_mode == "server":
-        return Sync("adapter", "the engine is a server" + ("" if ask else " (if it was started to take them)"))
-    if not place.on_gpu:
-        return Sync("adapter", "pushing whole weights does not work without a GPU")
-    return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
+
+def _answer_of_server(args: Any) -> dict[str, Any]:
+    """How the server was started, asked by one rank for all."""
+    from .engine import server_info
+
+    return on_main(lambda: server_info(args))
 
 
 def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Place | None = None) -> str | None:
@@ -146,7 +173,7 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Pl
             other_dtype(held, drawn),
         ),
     )
-    reason = next((text for holds, text in reasons if holds), None)
+    reason = _first(reasons)
     if reason is not None:
         raise cannot_share(reason)
     return None

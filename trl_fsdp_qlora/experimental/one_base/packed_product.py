@@ -40,23 +40,25 @@ class PackedProduct(LinearMethodBase):
         self.weights = []
         for layer in layers:
             weight, state = weight_and_state(layer)
-            nested = [None, None, None]
             absmax = state.absmax
+            nested = [None, None, None]
             if state.nested:
-                nested = [state.absmax, state.state2.code, state.offset]
-                absmax = state.state2.absmax
+                of_absmax = state.state2
+                absmax = of_absmax.absmax
+                nested = [state.absmax, of_absmax.code, state.offset]
             constants = [list(state.shape), absmax, state.blocksize, state.quant_type]
-            self.weights.append((weight.view(-1, 1), constants, nested))
+            bytes_N1 = weight.view(-1, 1)
+            self.weights.append((bytes_N1, constants, nested))
 
     def create_weights(self, *args, **kwargs) -> None:
         """The weights are the trainer's."""
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         biases = [None] * len(self.rows) if bias is None else bias.split(self.rows)
-        parts = [
-            torch.ops.bitsandbytes.gemm_4bit(x, weight, *constants, part_of_bias, *nested)
-            for (weight, constants, nested), part_of_bias in zip(self.weights, biases, strict=True)
-        ]
+        multiply = torch.ops.bitsandbytes.gemm_4bit
+        parts = []
+        for (weight, constants, nested), part_of_bias in zip(self.weights, biases, strict=True):
+            parts.append(multiply(x, weight, *constants, part_of_bias, *nested))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
@@ -73,17 +75,22 @@ def in_order_of_rows(
         parts: layers, with the further arguments that `load` gets for each.
     """
     sizes = [layer.out_features for layer, _, _ in parts]
-    numbers = torch.arange(sum(sizes), dtype=torch.float64).unsqueeze(1).split(sizes)
+    column = torch.arange(sum(sizes), dtype=torch.float64).unsqueeze(1)
+    numbers = column.split(sizes)
     data = parameter.data
-    parameter.data = torch.full((len(data), 1), -1.0, dtype=torch.float64)
+    placed = torch.full((len(data), 1), -1.0, dtype=torch.float64)
+    parameter.data = placed
     for rows, (_, positional, keywords) in zip(numbers, parts, strict=True):
         load(parameter, rows, *positional, **keywords)
-    placed = parameter.data
     parameter.data = data
-    first_rows = [torch.nonzero(placed[:, 0] == rows[0, 0]) for rows in numbers]
-    if any(len(found) != 1 for found in first_rows):
-        return None
-    order = sorted(range(len(parts)), key=lambda i: first_rows[i].item())
-    if not torch.equal(placed, torch.cat([numbers[i] for i in order])):
+    first_rows = []
+    for rows in numbers:
+        places = torch.nonzero(placed[:, 0] == rows[0, 0])
+        if len(places) != 1:
+            return None
+        first_rows.append(places.item())
+    order = sorted(range(len(parts)), key=first_rows.__getitem__)
+    expected = torch.cat([numbers[i] for i in order])
+    if not torch.equal(placed, expected):
         return None
     return [parts[i][0] for i in order]

@@ -12,11 +12,11 @@ determine which rows of which of its layers they are. The layer then multiplies 
 function that the trainer multiplies with. This module imports vLLM, so only the code that starts an engine imports it.
 """
 
-import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -32,16 +32,20 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ...engines.vllm.adapter_sync import RolloutError, cannot_share
-from ...engines.vllm.dequantized_base import dense_weights, has_packed_base, is_of_adapter_or_state
+from ...engines.vllm.dequantized_base import dense_weights, has_packed_base, is_of_adapter_or_state, layer_of
 from ...utils.replaced import replaced
 
 # The layers whose weights are shared: on GPUs vLLM leaves these weights as they were loaded.
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _dispatch_on_cpu = linears.dispatch_cpu_unquantized_gemm
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 # Integers that are added up before their place counts.
 _PER_PIECE = 32
 # Inputs of a convolution in a recurrent layer at most, which vLLM writes as a linear layer.
 _OF_CONVOLUTION = 8
+
+# The name of a 4-bit weight, and the further arguments that vLLM's loader of its parameter gets for it.
+PackedPart = tuple[str, tuple, dict]
 
 
 class SharedBase:
@@ -75,8 +79,8 @@ class SharedBase:
         keep_plain_kernel(self.base)
         self.dense = {_plain(name): dense for name, dense in dense_weights(self.base).items()}
         self.own = dict.fromkeys(self.dense, "experts are not shared")
-        for name, layer in quantized_layers(self.base).items():
-            name = _plain(f"{name}.weight")
+        for module_name, layer in quantized_layers(self.base).items():
+            name = _plain(f"{module_name}.weight")
             reason = why_not_readable(layer)
             if reason is None:
                 self.packed[name] = layer
@@ -86,13 +90,13 @@ class SharedBase:
 
     def describe(self) -> str:
         """A line of the start-up block."""
-        frozen = self._frozen()
-        shared = sum(frozen[name].nbytes for name in self.parameters)
-        whole = sum(parameter.nbytes for parameter in frozen.values())
-        line = f"vLLM shares {shared / 1e9:.3g} of {whole / 1e9:.3g} GB of the base with the trainer"
+        size_of = {name: parameter.nbytes for name, parameter in self._frozen().items()}
+        shared = sum(size_of[name] for name in self.parameters) / 1e9
+        whole = sum(size_of.values()) / 1e9
+        line = f"vLLM shares {shared:.3g} of {whole:.3g} GB of the base with the trainer"
         if not self.own:
             return line
-        name = max(self.own, key=lambda name: frozen[name].nbytes)
+        name = max(self.own, key=lambda name: size_of[name])
         return f"{line}; not {name}: {self.own[name]}"
 
     def check(self) -> None:
@@ -108,12 +112,12 @@ class SharedBase:
             self._sums = sums
         changed = (sums != self._sums).tolist()
         frozen = self._frozen()
-        names = [
-            name
-            for (name, parameter), is_written in zip(self.parameters.items(), changed, strict=True)
+        names = []
+        for (name, parameter), is_written in zip(self.parameters.items(), changed, strict=True):
             # PEFT merges into a 4-bit weight by another parameter in its place.
-            if is_written or frozen.get(name) is not parameter
-        ]
+            is_replaced = frozen.get(name) is not parameter
+            if is_written or is_replaced:
+                names.append(name)
         if names:
             raise RolloutError(
                 f"{names[0]} of the frozen base was written (of {len(names)} weights), and vLLM draws from the same "
@@ -133,15 +137,16 @@ class SharedBase:
     def layers(self) -> Iterator[dict[str, torch.Tensor]]:
         """The base's tensors under the names of a checkpoint, one decoder layer after the other; tied ones once."""
         tensors = {}
+        listed = set()
         for name, tensor in self.base.state_dict(keep_vars=True).items():
-            if not is_of_adapter_or_state(name) and all(tensor is not listed for listed in tensors.values()):
-                tensors[_plain(name)] = tensor
-        for _, layer in groupby(tensors.items(), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):
+            if is_of_adapter_or_state(name) or id(tensor) in listed:
+                continue
+            listed.add(id(tensor))
+            tensors[_plain(name)] = tensor
+        for _, layer in groupby(tensors.items(), key=lambda item: layer_of(item[0])):
             # The data of each layer is read only when vLLM loads it, so that nothing holds freed data.
-            layer = dict(layer)
-            yield revert_weight_conversion(
-                self.base, {name: self._data(name, tensor) for name, tensor in layer.items()}
-            )
+            data = {name: self._data(name, tensor) for name, tensor in layer}
+            yield revert_weight_conversion(self.base, data)
             self._without_data.clear()
 
     def _data(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,7 +154,8 @@ class SharedBase:
         if name not in self.packed:
             return self.dense[name]() if name in self.dense else tensor.data
         layer = self.packed[name]
-        without_data = torch.empty(layer.out_features, layer.in_features, device="meta")
+        shape = (layer.out_features, layer.in_features)
+        without_data = torch.empty(shape, device="meta")
         self._without_data[id(without_data)] = (name, without_data)
         return without_data
 
@@ -157,12 +163,10 @@ class SharedBase:
         """The name of the 4-bit weight that a tensor of [`layers`] replaces; `None` if it has data of its own."""
         return self._without_data.get(id(tensor), (None,))[0]
 
-    def place_packed(
-        self, target: nn.Parameter, load: Callable, parts: list[tuple[str, tuple, dict]]
-    ) -> LinearMethodBase | None:
+    def place_packed(self, target: nn.Parameter, load: Callable, parts: list["PackedPart"]) -> LinearMethodBase | None:
         """A product by packed bytes in the place of vLLM's weight `target`; `None` if they do not fill it row by row.
 
-        `parts`: names of weights, with the further arguments that vLLM's function `load` gets for each.
+        `load`: vLLM's loader of `target`, which gets the further arguments of `parts`.
         """
         from .packed_product import PackedProduct, in_order_of_rows
 
@@ -170,26 +174,33 @@ class SharedBase:
         order = in_order_of_rows(target, load, layers)
         if order is None:
             return None
-        self.parameters.update((name, self.packed[name].weight) for name, _, _ in parts)
+        for name, _, _ in parts:
+            self.parameters[name] = self.packed[name].weight
         return PackedProduct(order)
 
     def take_rows(self, parts: list[torch.Tensor], target: torch.Tensor) -> None:
         """Make the trainer's parameters views of vLLM's `target`, into which `parts`, their tensors, were copied."""
-        by_address = {parameter.data_ptr(): (name, parameter) for name, parameter in self._frozen().items()}
+        frozen = self._frozen()
+        name_at = {parameter.data_ptr(): name for name, parameter in frozen.items()}
+        lengths = [len(part) for part in parts]
         for part in parts:
-            name, parameter = by_address.get(part.data_ptr(), (None, None))
-            if name is None or parameter.shape != part.shape or parameter.stride() != part.stride():
+            name = name_at.get(part.data_ptr())
+            if name is None:
+                continue
+            parameter = frozen[name]
+            if parameter.shape != part.shape or parameter.stride() != part.stride():
                 continue  # not a whole parameter of the trainer's: one expert of many, or a transposed one
-            rows = _rows_of(part, target, [len(other) for other in parts])
+            rows = _rows_of(part, target, lengths)
             if rows is not None:
                 parameter.data = rows
                 self.parameters[name] = parameter
 
     def settle(self, engine_model: nn.Module) -> None:
         """Forget weights that vLLM no longer reads, because it prepared others for its kernels, and name the rest."""
-        read = {parameter.untyped_storage().data_ptr() for parameter in engine_model.parameters()}
-        for name, parameter in list(self.parameters.items()):
-            if name not in self.packed and parameter.untyped_storage().data_ptr() not in read:
+        read = {_memory_of(parameter) for parameter in engine_model.parameters()}
+        dense = [name for name in self.parameters if name not in self.packed]
+        for name in dense:
+            if _memory_of(self.parameters[name]) not in read:
                 del self.parameters[name]
                 self.own[name] = "vLLM's kernels want another layout"
         self._sums = None
@@ -213,7 +224,13 @@ def _plain(name: str) -> str:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements, their bits read as integers."""
-    return tensor.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    integers = _INTEGERS[tensor.element_size()]
+    return tensor.detach().view(integers)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor, or that of which it is a view, has."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,21 +238,26 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = _bits(tensor).flatten()
     # A sum in another dtype makes a copy in it: four times the bytes of a tensor in 16 bits.
     per_sum = 8 // flat.element_size()
-    if flat.numel() % per_sum == 0 and flat.storage_offset() % per_sum == 0:
+    is_aligned = flat.storage_offset() % per_sum == 0
+    if is_aligned and flat.numel() % per_sum == 0:
         flat = flat.view(torch.int64)
-    whole = flat.numel() // _PER_PIECE * _PER_PIECE
-    pieces = flat[:whole].view(-1, _PER_PIECE).sum(1, dtype=torch.int64)
-    pieces *= 1 + 2 * torch.arange(len(pieces), device=flat.device)
-    return pieces.sum() + flat[whole:].sum(dtype=torch.int64)
+    whole = flat.numel() - flat.numel() % _PER_PIECE
+    pieces = flat[:whole].view(-1, _PER_PIECE)
+    sums = pieces.sum(1, dtype=torch.int64)
+    places = torch.arange(len(sums), device=flat.device)
+    rest = flat[whole:].sum(dtype=torch.int64)
+    return (sums * (1 + 2 * places)).sum() + rest
 
 
 def _rows_of(part: torch.Tensor, target: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
     """The rows of `target` that equal `part` bit for bit, of all at which a part may begin; `None` if none do."""
     starts = {0}
     for length in lengths:
-        starts |= {start + length for start in starts}
+        behind = {start + length for start in starts}
+        starts |= behind
     for start in sorted(starts):
-        rows = target[start : start + len(part)]
+        end = start + len(part)
+        rows = target[start:end]
         if _is_copy(rows, part):
             return rows
     return None
@@ -243,8 +265,10 @@ def _rows_of(part: torch.Tensor, target: torch.Tensor, lengths: list[int]) -> to
 
 def _is_copy(tensor: torch.Tensor, of: torch.Tensor) -> bool:
     """Whether a trainer can compute with `tensor` in the place of `of`: it is alike, and equal bit for bit."""
-    alike = tensor.dtype == of.dtype and tensor.device == of.device and tensor.shape == of.shape
-    if not alike or tensor.is_inference() or not (tensor.is_contiguous() and of.is_contiguous()):
+    if (tensor.dtype, tensor.device, tensor.shape) != (of.dtype, of.device, of.shape):
+        return False
+    are_contiguous = tensor.is_contiguous() and of.is_contiguous()
+    if tensor.is_inference() or not are_contiguous:
         return False
     return torch.equal(_bits(tensor), _bits(of))
 
@@ -257,14 +281,18 @@ class _WithoutMemory(TorchFunctionMode):
         return out.new_empty(1).expand(out.shape) if function is torch.empty else out
 
 
+def _has_no_memory(parameter: nn.Parameter) -> bool:
+    """Whether a parameter was made by [`_WithoutMemory`] and not loaded yet."""
+    return set(parameter.stride()) == {0}
+
+
 def _refuse_views(model: nn.Module) -> None:
     """Raise if a module holds a view of a weight without memory: it would not see the weight that is loaded."""
-    without_memory = {
-        parameter.untyped_storage().data_ptr() for parameter in model.parameters() if set(parameter.stride()) == {0}
-    }
+    without_memory = {_memory_of(parameter) for parameter in model.parameters() if _has_no_memory(parameter)}
     for module_name, module in model.named_modules():
-        for name, value in {**vars(module), **module._buffers}.items():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in without_memory:
+        attributes = {**vars(module), **module._buffers}
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor) and _memory_of(value) in without_memory:
                 raise ValueError(f"{module_name}.{name} is a view of a weight that is not loaded yet")
 
 
@@ -312,77 +340,114 @@ class _Loader(BaseModelLoader):
         return model
 
     def load_weights(self, model: nn.Module, model_config) -> None:
-        shared = self.shared
-        waiting = {parameter for parameter in model.parameters() if set(parameter.stride()) == {0}}
-        linear_layers = {
+        filling = _Filling(model, self.shared)
+        loaded = set()
+        with filling.watched():
+            for layer in self.shared.layers():
+                loaded.update(model.load_weights(layer.items()))
+                filling.end_layer()
+                layer.clear()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()  # the trainer's former memory is vLLM's own pool's to take
+        DefaultModelLoader(LoadConfig()).track_weights_loading(model, loaded)  # raises if vLLM misses a weight
+        filling.finish()
+
+
+class _Filling:
+    """The parameters of a vLLM model while they are filled from a trainer's base, one decoder layer after the other.
+
+    vLLM's `load_weights` calls each parameter's `weight_loader` with the tensors that are its rows. The loaders are
+    watched for this: what they copy is a part of their parameter, and packed bytes are kept back until the end of the
+    layer, when it is known whether they fill a parameter.
+
+    Attributes:
+        waiting: parameters that have no memory yet.
+        copied: parameter -> the tensors of this layer that were copied into it.
+        kept_back: parameter -> names of this layer's 4-bit weights, with the further arguments of its loader.
+        products: parameter -> the product by packed bytes that takes its place.
+    """
+
+    def __init__(self, model: nn.Module, shared: SharedBase):
+        self.shared = shared
+        self.linear_layers = {
             layer.weight: layer
             for layer in model.modules()
             if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod
         }
-        parts: dict[nn.Parameter, list[torch.Tensor]] = {}
-        packed_parts: dict[nn.Parameter, list[tuple[str, tuple, dict]]] = {}
-        products: dict[nn.Parameter, LinearMethodBase] = {}
+        self.waiting = {parameter for parameter in model.parameters() if _has_no_memory(parameter)}
+        self.loaders = {parameter: parameter.weight_loader for parameter in self.waiting}
+        self.copied: dict[nn.Parameter, list[torch.Tensor]] = {}
+        self.kept_back: dict[nn.Parameter, list[PackedPart]] = {}
+        self.products: dict[nn.Parameter, LinearMethodBase] = {}
 
-        def allocate(parameter: nn.Parameter) -> None:
-            if parameter in waiting:
-                waiting.remove(parameter)
-                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside the block vLLM's loaders of waiting parameters go through [`load`]."""
+        for parameter in self.loaders:
+            parameter.weight_loader = self.load
+        try:
+            yield
+        finally:
+            for parameter, load in self.loaders.items():
+                parameter.weight_loader = load
 
-        def watched(load: Callable) -> Callable:
-            def weight_loader(parameter, tensor, *args, **kwargs):
-                name = shared.packed_name(tensor)
-                if name is not None and parameter in linear_layers:
-                    packed_parts.setdefault(parameter, []).append((name, args, kwargs))
-                    return None
-                allocate(parameter)
-                if name is not None:
-                    shared.own[name] = "vLLM multiplies by it in another way than by a linear layer"
-                    return load(parameter, shared.dense[name](), *args, **kwargs)
-                parts.setdefault(parameter, []).append(tensor)
-                return load(parameter, tensor, *args, **kwargs)
+    def load(self, parameter: nn.Parameter, tensor: torch.Tensor, *args, **kwargs) -> Any:
+        """A `weight_loader` of vLLM's."""
+        name = self.shared.packed_name(tensor)
+        if name is not None and parameter in self.linear_layers:
+            self.kept_back.setdefault(parameter, []).append((name, args, kwargs))
+            return None
+        if name is None:
+            self.copied.setdefault(parameter, []).append(tensor)
+        else:
+            self.shared.own[name] = "vLLM multiplies by it in another way than by a linear layer"
+            tensor = self.shared.dense[name]()
+        self._allocate(parameter)
+        return self.loaders[parameter](parameter, tensor, *args, **kwargs)
 
-            return weight_loader
+    def end_layer(self) -> None:
+        """Place what was kept back, let the trainer use vLLM's rows, and hold nothing of the layer any more."""
+        for parameter in self.kept_back:
+            self._place_packed(parameter)
+        for parameter, tensors in self.copied.items():
+            self.shared.take_rows(tensors, parameter.data)
+        self.copied.clear()
+        self.kept_back.clear()
 
-        def place_packed(parameter: nn.Parameter) -> None:
-            load = loaders[parameter]
-            product = None
-            if parameter in waiting:
-                product = shared.place_packed(parameter, load, packed_parts[parameter])
+    def _allocate(self, parameter: nn.Parameter) -> None:
+        if parameter in self.waiting:
+            self.waiting.remove(parameter)
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+    def _place_packed(self, parameter: nn.Parameter) -> None:
+        """A product by packed bytes, if they are all of the parameter's rows; otherwise a dense copy of them."""
+        load = self.loaders[parameter]
+        parts = self.kept_back[parameter]
+        if parameter in self.waiting:  # so none of its rows had data
+            product = self.shared.place_packed(parameter, load, parts)
             if product is not None:
-                products[parameter] = product
+                self.products[parameter] = product
                 return
-            allocate(parameter)
-            for name, args, kwargs in packed_parts[parameter]:
-                shared.own[name] = "vLLM stacks its rows with rows that are not in 4 bits"
-                dense = shared.dense[name]()
-                parts.setdefault(parameter, []).append(dense)
-                load(parameter, dense, *args, **kwargs)
+        self._allocate(parameter)
+        for name, args, kwargs in parts:
+            self.shared.own[name] = "vLLM stacks its rows with rows that are not in 4 bits"
+            dense = self.shared.dense[name]()
+            self.copied.setdefault(parameter, []).append(dense)
+            load(parameter, dense, *args, **kwargs)
 
-        loaders = {parameter: parameter.weight_loader for parameter in waiting}
-        for parameter, load in loaders.items():
-            parameter.weight_loader = watched(load)
-        loaded = set()
-        for layer in shared.layers():
-            loaded.update(model.load_weights(layer.items()))
-            for parameter in packed_parts:
-                place_packed(parameter)
-            for parameter in parts:
-                shared.take_rows(parts[parameter], parameter.data)
-            # The trainer's former memory is freed now, on a GPU also for vLLM's own pool.
-            for held in (layer, parts, packed_parts):
-                held.clear()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-        DefaultModelLoader(LoadConfig()).track_weights_loading(model, loaded)  # raises if vLLM misses a weight
-        missing = waiting - products.keys()
+    def finish(self) -> None:
+        """Put the products into vLLM's layers, whose weights then take no memory.
+
+        Raises:
+            ValueError: a parameter got no weight.
+        """
+        missing = self.waiting - self.products.keys()
         if missing:
             raise ValueError(f"the trainer has no weights for {len(missing)} of vLLM's parameters")
-        shared.check()
-        for parameter, product in products.items():
-            linear_layers[parameter].quant_method = product
+        self.shared.check()
+        for parameter, product in self.products.items():
+            self.linear_layers[parameter].quant_method = product
             parameter.data = parameter.data.new_empty(0)
-        for parameter, load in loaders.items():
-            parameter.weight_loader = load
 
 
 @contextmanager

@@ -319,9 +319,11 @@ class RolloutsAhead:
         trainer = self.trainer
         every = generate_every(trainer)
         # `_step` counts micro-batches over all runs of this trainer, so the place is counted from this optimizer step.
-        place = trainer._step - trainer._step % every + every - trainer.first_micro_batch
-        steps = trainer.state.global_step + place // trainer.args.gradient_accumulation_steps
-        return None if steps >= trainer.state.max_steps else self.upcoming.peek(place)
+        begins_at = trainer._step - trainer._step % every + every
+        place = begins_at - trainer.first_micro_batch
+        steps_until = place // trainer.args.gradient_accumulation_steps
+        is_over = trainer.state.global_step + steps_until >= trainer.state.max_steps
+        return None if is_over else self.upcoming.peek(place)
 
     def _hand_in(self, batch: Batch, prompts: list) -> tuple:
         """TRL's `_generate`: its figures of all ranks are taken, and the batch is returned."""
@@ -334,7 +336,8 @@ class RolloutsAhead:
         before = {name: list(values) for name, values in metrics.items()}
         for figures in drawn.figures:
             self._log_figures(figures)
-        self.drawing.take_metrics(drawn, logged={name for name in metrics if metrics[name] != before.get(name)})
+        logged = {name for name, values in metrics.items() if values != before.get(name)}
+        self.drawing.take_metrics(drawn, logged)
         return tuple(drawn.generated)
 
     def _log_figures(self, figures: Figures) -> None:
@@ -353,8 +356,9 @@ class RolloutsAhead:
             GRPOTrainer._generate(self.trainer, [""] * count)
 
     def _digest(self, rows: list[dict[str, Any]]) -> str:
-        settings = [vars(self.trainer.vllm_generation).get(name) for name in _SETTINGS]
-        return f"{json.dumps(settings, default=str)} {_digest_of_rows(rows)}"
+        engine = vars(self.trainer.vllm_generation)
+        settings = json.dumps([engine.get(name) for name in _SETTINGS], default=str)
+        return f"{settings} {_digest_of_rows(rows)}"
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
@@ -430,15 +434,18 @@ class RolloutsAhead:
 def _users_methods(trainer: Any, names: tuple[str, ...]) -> list[str]:
     """Which methods of these names are a user's: of classes before this package's, or set on the trainer."""
     methods = [f"{name} (set on the trainer)" for name in names if name in vars(trainer)]
+    package = __name__.partition(".")[0]
     for cls in type(trainer).__mro__:
-        if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        if cls.__module__.partition(".")[0] == package:
             break
-        methods += [f"{cls.__name__}.{name}" for name in names if name in vars(cls)]
+        overridden = [name for name in names if name in vars(cls)]
+        methods += [f"{cls.__name__}.{name}" for name in overridden]
     return methods
 
 
 def _digest_of_rows(rows: list[dict[str, Any]]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(list(rows), default=_fingerprint).encode())
+    text = json.dumps(list(rows), default=_fingerprint)
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _fingerprint(value: Any) -> str:

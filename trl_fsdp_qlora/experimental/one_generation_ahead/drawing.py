@@ -116,6 +116,8 @@ class Drawing:
             device=torch.device("cpu"),
             gather=lambda tensor: tensor,
             reduce=lambda tensor, **_: tensor,
+            gather_for_metrics=lambda values, **_: values,
+            wait_for_everyone=lambda: None,
             is_main_process=True,
             process_index=0,
             num_processes=1,
@@ -215,8 +217,9 @@ class Drawing:
         for name in drawn.metrics.keys() - logged:
             metrics[name] += drawn.metrics[name]
         for attribute, by_name in drawn.pending.items():
+            pending = getattr(self.trainer, attribute)
             for name, values in by_name.items():
-                getattr(self.trainer, attribute)[name] += values
+                pending[name] += values
 
     @property
     def can_close(self) -> bool:
@@ -241,12 +244,16 @@ class Drawing:
 
 def _figures_of(generated: Generated, metrics: dict[str, list]) -> Figures:
     """Of a call of TRL's `_generate` that has just ended; the lists are copies, since a subclass may change them."""
-    shares = [metrics.get(f"tools/{name}_frequency", [0.0])[-1] for name in ("call", "failure")]
-    tool_calls = round(shares[0] * len(generated.prompt_ids))
+    calls_per_row = metrics.get("tools/call_frequency", [0.0])[-1]
+    failures_per_call = metrics.get("tools/failure_frequency", [0.0])[-1]
+    tool_calls = round(calls_per_row * len(generated.prompt_ids))
+    tool_mask = generated.tool_mask
+    if tool_mask is not None:
+        tool_mask = [list(mask) for mask in tool_mask]
     return Figures(
-        prompt_ids=[*map(list, generated.prompt_ids)],
-        completion_ids=[*map(list, generated.completion_ids)],
-        tool_mask=None if generated.tool_mask is None else [*map(list, generated.tool_mask)],
+        prompt_ids=[list(ids) for ids in generated.prompt_ids],
+        completion_ids=[list(ids) for ids in generated.completion_ids],
+        tool_mask=tool_mask,
         tool_calls=tool_calls,
-        tool_failures=round(shares[1] * tool_calls),
+        tool_failures=round(failures_per_call * tool_calls),
     )

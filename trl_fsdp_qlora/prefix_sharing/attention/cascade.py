@@ -16,8 +16,8 @@ Keys and values are never copied for a segment or repeated for grouped queries. 
 backward, and there is no mask. torch's public `varlen_attn` cannot be used: its backward takes the output and the
 log-sum-exp of its own forward (dev/LOG.md).
 
-Suffixes of shapes: T tokens of the packed row, H heads, N segments, L tokens of the longest one; [`_FlashCall`] has
-further ones.
+Suffixes of shapes: T tokens of the packed row, H heads, N segments, L tokens of the longest one, A ancestors;
+[`_FlashCall`] has further ones.
 """
 
 # The annotations of kernels must stay text: `tl` exists only if Triton is installed.
@@ -186,6 +186,13 @@ class _Cascade(torch.autograd.Function):
 
 
 # --- CPU -------------------------------------------------------------------------------------------------------------
+#
+# Shapes: q (1, H, T, D); k, v (1, H_kv, keys, D), in which keys of kept segments follow the row's T; out (1, T, H, D);
+# lse (1, T, H). The kernels take and return (batch, H, L, D), and the log-sum-exp as (batch, H, L). They compute
+# batches of segments of equal length, which are views of the row. Unequal completions are padded to the longest. An
+# ancestor and the queries that attend to it are a batch of one.
+
+_NO_DROPOUT = 0.0
 
 
 def _kernel_calls(packed_row: PackedRow) -> tuple[list[SegmentBatch], list[tuple[slice | torch.Tensor, slice]]]:
@@ -216,57 +223,88 @@ def _tokens_of(x: torch.Tensor, batch: SegmentBatch) -> torch.Tensor:
     return batch.without_padding(x.transpose(1, 2).flatten(0, 1))
 
 
-# The kernels compute batches of segments of equal length, which are views of the row. Unequal completions are padded
-# to the longest. An ancestor and the queries that attend to it are a batch of one.
-
-
 def _forward_on_cpu(q, k, v, packed_row, scale, window):
     batches, cross = _kernel_calls(packed_row)
     outputs = []
     log_sums = []
     for segments in batches:
-        part_out, part_lse = _cpu_forward(*(segments.heads_of(x) for x in (q, k, v)), 0.0, True, scale=scale)
+        q_part = segments.heads_of(q)
+        k_part = segments.heads_of(k)
+        v_part = segments.heads_of(v)
+        is_causal = True
+        part_out, part_lse = _cpu_forward(q_part, k_part, v_part, _NO_DROPOUT, is_causal, scale=scale)
         outputs.append(_tokens_of(part_out, segments))
         log_sums.append(_tokens_of(part_lse, segments))
-    out = join(outputs)
-    lse = join(log_sums)
+    out = join(outputs)  # (T, H, D)
+    lse = join(log_sums)  # (T, H)
     for queries, ancestor in cross:
-        of_part = q[:, :, queries], k[:, :, ancestor], v[:, :, ancestor]
-        part_out, part_lse = _cpu_forward(*of_part, 0.0, False, scale=scale)
+        q_part = q[:, :, queries]
+        k_part = k[:, :, ancestor]
+        v_part = v[:, :, ancestor]
+        is_causal = False  # an ancestor ends before its descendants begin
+        part_out, part_lse = _cpu_forward(q_part, k_part, v_part, _NO_DROPOUT, is_causal, scale=scale)
+        part_out = part_out[0].transpose(0, 1)
         part_lse = part_lse[0].transpose(0, 1)
         own_lse = lse[queries]
-        merged = merge(out[queries], own_lse, part_out[0].transpose(0, 1), part_lse)
+        merged = merge(out[queries], own_lse, part_out, part_lse)
         out[queries] = merged.to(out.dtype)
         lse[queries] = torch.logaddexp(own_lse, part_lse)
-    return out.unsqueeze(0), lse.unsqueeze(0), ()
+    no_random_states = ()
+    return out.unsqueeze(0), lse.unsqueeze(0), no_random_states
 
 
 def _backward_on_cpu(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
     batches, cross = _kernel_calls(packed_row)
-    # The kernels take (batch, H, length, D).
-    of_queries = grad_out.transpose(1, 2), q, out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
-    of_segments = []
+    keys = k.shape[2]
+    # As the kernels take them.
+    grad_out = grad_out.transpose(1, 2)
+    out = out.transpose(1, 2)
+    lse = lse.transpose(1, 2)  # (1, H, T)
+    dq_parts = []
+    dk_parts = []
+    dv_parts = []
     for segments in batches:
-        grad_part, q_part, out_part, lse_part = (segments.heads_of(x) for x in of_queries)
-        lse_part = lse_part.squeeze(-1)
+        # `heads_of` takes four dimensions.
+        lse_part = segments.heads_of(lse.unsqueeze(-1)).squeeze(-1)
         if segments.real is not None:
             # The kernel computes weights as exp(logit - lse). Padding is a query of another segment, so its logit
             # over these keys may exceed its lse without limit. An infinite lse makes its weights and gradients 0.
-            is_padding = torch.ones(segments.index_NL.numel(), dtype=torch.bool).index_fill_(0, segments.real, False)
+            is_padding = torch.ones(segments.index_NL.numel(), dtype=torch.bool)
+            is_padding[segments.real] = False
             lse_part = lse_part.masked_fill(is_padding.view(len(lse_part), 1, -1), torch.inf)
-        of_part = grad_part, q_part, segments.heads_of(k), segments.heads_of(v), out_part, lse_part
-        part_grads = _cpu_backward(*of_part, 0.0, True, scale=scale)
-        of_segments.append([_tokens_of(x, segments) for x in part_grads])
-    dq, dk, dv = map(join, zip(*of_segments, strict=True))
-    dk = _with_kept(dk, k.shape[2])
-    dv = _with_kept(dv, v.shape[2])
+        dq_part, dk_part, dv_part = _cpu_backward(
+            segments.heads_of(grad_out),
+            segments.heads_of(q),
+            segments.heads_of(k),
+            segments.heads_of(v),
+            segments.heads_of(out),
+            lse_part,
+            _NO_DROPOUT,
+            True,  # causal
+            scale=scale,
+        )
+        dq_parts.append(_tokens_of(dq_part, segments))
+        dk_parts.append(_tokens_of(dk_part, segments))
+        dv_parts.append(_tokens_of(dv_part, segments))
+    dq = join(dq_parts)  # (T, H, D), as all that follow
+    dk = _with_kept(join(dk_parts), keys)
+    dv = _with_kept(join(dv_parts), keys)
     for queries, ancestor in cross:
-        grad_part, q_part, out_part, lse_part = (x[:, :, queries] for x in of_queries)
-        of_part = grad_part, q_part, k[:, :, ancestor], v[:, :, ancestor], out_part, lse_part.squeeze(-1)
-        part_grads = _cpu_backward(*of_part, 0.0, False, scale=scale)
-        for total, index, part in zip((dq, dk, dv), (queries, ancestor, ancestor), part_grads, strict=True):
-            total[index] += part[0].transpose(0, 1)
-    return tuple(x.unsqueeze(0).transpose(1, 2) for x in (dq, dk, dv))
+        dq_part, dk_part, dv_part = _cpu_backward(
+            grad_out[:, :, queries],
+            q[:, :, queries],
+            k[:, :, ancestor],
+            v[:, :, ancestor],
+            out[:, :, queries],  # merged, as is the log-sum-exp: see the head of this file
+            lse[:, :, queries],
+            _NO_DROPOUT,
+            False,  # every query sees the whole ancestor
+            scale=scale,
+        )
+        dq[queries] += dq_part[0].transpose(0, 1)
+        dk[ancestor] += dk_part[0].transpose(0, 1)
+        dv[ancestor] += dv_part[0].transpose(0, 1)
+    return tuple(gradient.unsqueeze(0).transpose(1, 2) for gradient in (dq, dk, dv))
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
@@ -348,52 +386,82 @@ def _calls_on_cuda(packed_row: PackedRow, device: torch.device, window: int | No
     return packed_row.derived[key]
 
 
+# Shapes: q, k, v as on a CPU; out (1, T, H, D); lse (H, T), as flash attention returns it if lengths vary. The kernels
+# take and return (tokens, H, D).
+
+
 def _forward_on_cuda(q, k, v, packed_row, scale, window):
-    q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
-    out = lse = None
+    flash = torch.ops.aten._flash_attention_forward
+    key_heads = k.shape[1]
+    q_T = q[0].transpose(0, 1)
+    k_T = k[0].transpose(0, 1)
+    v_T = v[0].transpose(0, 1)
+    out = None
+    lse = None
     random_states = []  # two tensors of each call, which its backward takes
     for call in _calls_on_cuda(packed_row, q.device, window):
-        k_part = k_T[call.keys]
-        v_part = v_T[call.keys]
-        flash = torch.ops.aten._flash_attention_forward
-        of_part = call.take(q_T, k.shape[1]), k_part, v_part, *call.lengths, 0.0, call.is_causal
-        part, part_lse, *random_state, _ = flash(*of_part, False, scale=scale, **call.window)
+        part, part_lse, *random_state, _ = flash(
+            call.take(q_T, key_heads),
+            k_T[call.keys],
+            v_T[call.keys],
+            *call.lengths,
+            _NO_DROPOUT,
+            call.is_causal,
+            False,  # no mask for debugging, which is the last result
+            scale=scale,
+            **call.window,
+        )
         random_states += random_state
-        if out is None:
-            out = part  # (T, H, D)
-            lse = part_lse  # (H, T), because lengths vary
+        if out is None:  # the first call is that of all segments over themselves
+            out = part
+            lse = part_lse
             continue
-        part, part_lse = (call.put_back(x, k.shape[1]) for x in (part, part_lse.t()))
+        part = call.put_back(part, key_heads)
+        part_lse = call.put_back(part_lse.t(), key_heads)
         own_lse = lse[:, call.queries].t()
-        out[call.queries] = merge(out[call.queries], own_lse, part, part_lse).to(out.dtype)
+        merged = merge(out[call.queries], own_lse, part, part_lse)
+        out[call.queries] = merged.to(out.dtype)
         lse[:, call.queries] = torch.logaddexp(own_lse, part_lse).t()
     return out.unsqueeze(0), lse, random_states
 
 
 def _backward_on_cuda(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
-    q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
-    grad_T = grad_out[0].contiguous()
+    flash = torch.ops.aten._flash_attention_backward
+    key_heads = k.shape[1]
+    q_T = q[0].transpose(0, 1)
+    k_T = k[0].transpose(0, 1)
+    v_T = v[0].transpose(0, 1)
     out_T = out[0]
+    grad_T = grad_out[0].contiguous()
     grads = None
-    for i, call in enumerate(_calls_on_cuda(packed_row, q.device, window)):
+    for number, call in enumerate(_calls_on_cuda(packed_row, q.device, window)):
+        random_state = random_states[2 * number : 2 * number + 2]
+        q_part = call.take(q_T, key_heads)
         k_part = k_T[call.keys]
-        v_part = v_T[call.keys]
-        grad_part, q_part, out_part = (call.take(x, k.shape[1]) for x in (grad_T, q_T, out_T))
-        lse_part = call.take_lse(lse, k.shape[1])
-        flash = torch.ops.aten._flash_attention_backward
-        random_state = random_states[2 * i : 2 * i + 2]
-        of_part = grad_part, q_part, k_part, v_part, out_part, lse_part, *call.lengths, 0.0, call.is_causal
         if is_fake(q):
             scratch_of_flash_backward(q_part.transpose(0, 1).unsqueeze(0), k_part.transpose(0, 1).unsqueeze(0))
-        dq, dk, dv = flash(*of_part, *random_state, scale=scale, **call.window)
+        dq, dk, dv = flash(
+            call.take(grad_T, key_heads),
+            q_part,
+            k_part,
+            v_T[call.keys],
+            call.take(out_T, key_heads),  # merged, as is the log-sum-exp: see the head of this file
+            call.take_lse(lse, key_heads),
+            *call.lengths,
+            _NO_DROPOUT,
+            call.is_causal,
+            *random_state,
+            scale=scale,
+            **call.window,
+        )
         if grads is None:
             grads = dq, _with_kept(dk, len(k_T)), _with_kept(dv, len(v_T))
             continue
         total_dq, total_dk, total_dv = grads
-        total_dq[call.queries] += call.put_back(dq, k.shape[1])
+        total_dq[call.queries] += call.put_back(dq, key_heads)
         total_dk[call.keys] += dk
         total_dv[call.keys] += dv
-    return tuple(g.transpose(0, 1).unsqueeze(0) for g in grads)
+    return tuple(gradient.transpose(0, 1).unsqueeze(0) for gradient in grads)
 
 
 def _whole_ancestors(forest: Forest, device: torch.device) -> list[_FlashCall]:
@@ -457,44 +525,60 @@ def _limited_sets(forest: Forest, children: list[tuple], seen: int) -> list[list
 
 
 def _call_of_siblings(forest: Forest, children: list[tuple], seen: int, device: torch.device) -> _FlashCall:
-    """Returns one call for some ancestors and the `(segment, gap)` pairs that attend to each, as heads."""
-    # A query s tokens behind its ancestor's end sees the ancestor's last `seen - s` tokens, so only
-    # queries with s < seen count.
-    first = min(gap for _, segments in children for _, gap in segments)
-    last = max(min(gap + int(forest.lengths[segment]), seen) for _, segments in children for segment, gap in segments)
-    distances = last - first
-    token_SN = np.full((len(children), distances, max(len(segments) for _, segments in children)), -1)
-    keys = []
+    """Returns one call for some ancestors and the `(segment, gap)` pairs that attend to each, as heads.
+
+    A query s tokens behind its ancestor's end sees the ancestor's last `seen - s` tokens, so only queries with
+    `s < seen` count. Such an s is a query's *distance*.
+    """
+    nearest = []
+    farthest = []
+    for _, segments in children:
+        for segment, gap in segments:
+            nearest.append(gap)
+            farthest.append(min(gap + int(forest.lengths[segment]), seen))
+    first = min(nearest)
+    distances = max(farthest) - first
+    most_siblings = max(len(segments) for _, segments in children)
+    # The token of the row at each ancestor's distance, by sibling; -1 if there is none.
+    token_ASN = np.full((len(children), distances, most_siblings), -1)
+    key_tokens = []
     key_lengths = []
-    for i, (ancestor, segments) in enumerate(children):
-        end = int(forest.starts[ancestor] + forest.lengths[ancestor])
-        key_lengths.append(min(int(forest.lengths[ancestor]), seen - first))
-        keys.append(np.arange(end - key_lengths[-1], end))
-        for number, (segment, gap) in enumerate(segments):
+    for number, (ancestor, segments) in enumerate(children):
+        length = int(forest.lengths[ancestor])
+        end = int(forest.starts[ancestor]) + length
+        seen_keys = min(length, seen - first)
+        key_lengths.append(seen_keys)
+        key_tokens.append(np.arange(end - seen_keys, end))
+        for sibling, (segment, gap) in enumerate(segments):
             count = min(int(forest.lengths[segment]), seen - gap)
             tokens = int(forest.starts[segment]) + np.arange(count)
-            token_SN[i, gap - first : gap - first + count, number] = tokens
-    token_SN = token_SN.reshape(-1, token_SN.shape[2])
+            distance = gap - first
+            token_ASN[number, distance : distance + count, sibling] = tokens
+    token_SN = token_ASN.reshape(-1, most_siblings)
     is_pad_SN = token_SN < 0
     slot_R, child_R = (~is_pad_SN).nonzero()
     order = np.argsort(token_SN[slot_R, child_R])  # in the order of the row, so that `_neighbours` finds runs
     slot_R = slot_R[order]
     child_R = child_R[order]
-    cu_q, max_q = cumulative(np.full(len(children), distances), device)
+    query_lengths = np.full(len(children), distances)
+    cu_q, max_q = cumulative(query_lengths, device)
     cu_k, max_k = cumulative(key_lengths, device)
-    # The kernel aligns the last query with the last key. A side of the window that is as wide as the longest keys has
-    # no limit.
-    kernel_window = {"window_size_left": seen - first - distances, "window_size_right": distances}
+
+    def sent(x: np.ndarray) -> torch.Tensor:
+        return to_device(torch.from_numpy(x), device)
+
     return _FlashCall(
         queries=_neighbours(token_SN[slot_R, child_R], device),
-        keys=_neighbours(np.concatenate(keys), device),
+        keys=_neighbours(np.concatenate(key_tokens), device),
+        # The kernel aligns the last query with the last key. A side of the window that is as wide as the longest keys
+        # has no limit, so they count as at least as wide as the right side.
         lengths=(cu_q, cu_k, max_q, max(max_k, distances)),
         is_causal=False,
-        window=kernel_window,
-        token_S1N=to_device(torch.from_numpy(np.where(is_pad_SN, 0, token_SN)), device).unsqueeze(1),
-        is_pad_S1N1=to_device(torch.from_numpy(is_pad_SN), device)[:, None, :, None],
-        slot_R=to_device(torch.from_numpy(slot_R), device),
-        child_R=to_device(torch.from_numpy(child_R), device),
+        window={"window_size_left": seen - first - distances, "window_size_right": distances},
+        token_S1N=sent(np.where(is_pad_SN, 0, token_SN)).unsqueeze(1),
+        is_pad_S1N1=sent(is_pad_SN)[:, None, :, None],
+        slot_R=sent(slot_R),
+        child_R=sent(child_R),
     )
 
 

@@ -1,9 +1,8 @@
 """usage: trl-fsdp-qlora compare --config FILE.yaml [--trainer NAME] [--steps 3] [any field]
 
-Runs a recipe's own script up to the trainer that it builds. In its place compare builds two with the same arguments,
-stock TRL's and this package's, and takes a few steps with both, in one process, on the same prompts, completions,
-rewards (or preference pairs) and weights. Rewards are drawn from a fixed seed. NAME is grpo, rloo or dpo; without
---trainer it is the shipped recipe's, or the first that has its fields.
+Builds two trainers with the arguments of a recipe, stock TRL's and this package's, and takes a few steps with both, in
+one process, on the same prompts, completions, rewards (or preference pairs) and weights. Rewards are drawn from a
+fixed seed. NAME is grpo, rloo or dpo; without --trainer it is the shipped recipe's, or the first that has its fields.
 Prints losses and gradients of both, seconds of scoring and of loss and backward, and how many of the padded tokens
 this package computes. Step 0 warms up, and its seconds do not count. Stock TRL's passes are padded, and may need much
 more memory.
@@ -13,11 +12,8 @@ The exit status is 0 if both are equal within rounding, 1 if they are not, and 2
 
 import contextlib
 import copy
-import inspect
 import itertools
-import runpy
 import statistics
-import sys
 import tempfile
 import warnings
 from collections import defaultdict
@@ -28,10 +24,13 @@ import torch
 import trl
 from transformers import TrainerCallback
 from transformers.utils import logging
+from trl import ModelConfig
 
 import trl_fsdp_qlora as this_package
 
 from ...compat.trl import joined_images
+from ...compat.trl_rollouts import ROWS
+from ...errors import UserError
 from ...prefix_sharing.check import rounding_unit
 from ...prefix_sharing.dropout import draws, without_dropout
 from ...trainers.methods import METHODS, Method
@@ -41,10 +40,14 @@ from ...trainers.reporting.terminal import no_bars_in_files
 from ...trainers.starting.input_checks import language_model_only
 from ...trainers.step.groups import micro_batches
 from ...utils.replaced import replaced
-from ...utils.resources import resource_folder
 from ...utils.threads import fit_threads
+from ..recipe.arguments import parse_recipe
+from ..recipe.checks import check_recipe
+from ..recipe.pairs import read_pairs
+from ..recipe.problems import load_data
+from ..recipe.runner import model_arguments, trainer_arguments
 from ..run.one_line import OneLineParser
-from .scripts import method_of, with_recipe
+from .scripts import config_of, method_of, script_of, with_recipe
 
 if TYPE_CHECKING:
     from ...trainers.trainer_run import TrainerRun
@@ -121,34 +124,31 @@ def verdict(apart: list[tuple[float, float]], precision: str) -> tuple[bool, str
     )
 
 
-class _Built(BaseException):
-    """Ends a recipe's script when it builds its trainer; no `except Exception` on the way stops it."""
-
-
 def drawn_rewards(completions: list, **_columns: object) -> list[float]:
     """The same rewards in every call, so that no group is without a difference to learn from."""
     return torch.randn(len(completions), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def _arguments(method: Method, words: list[str]) -> dict[str, Any]:
-    """The arguments, by name, with which the script of `method` builds its trainer for the recipe in `words`."""
-    signature = inspect.signature(getattr(trl, f"{method.stock}Trainer"))
-    script = str(resource_folder("recipes") / f"{method.room}.py")
+    """The arguments, by name, with which the script of `method` builds its trainer for the recipe in `words`.
 
-    def stop(_self: object, *args: object, **kwargs: object) -> None:
-        raise _Built(signature.bind(*args, **kwargs).arguments)
-
-    with (
-        replaced(sys, argv=[script, *words]),
-        replaced(getattr(this_package, method.trainer), __init__=stop),
-    ):
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except _Built as built:
-            arguments = built.args[0]
-    if not method.is_paired:
+    Raises:
+        UserError: the script would refuse the recipe.
+    """
+    script, config, model = parse_recipe((script_of(method), config_of(method), ModelConfig), words)
+    check_recipe(script, config, model)
+    if method.is_paired:
+        arguments = {
+            "model": model.model_name_or_path,
+            "args": config,
+            "train_dataset": read_pairs(script.pairs, script.dataset_split),
+            **model_arguments(config, model),
+        }
+    else:
+        trainer_class = getattr(this_package, method.trainer)
+        prompts, _ = load_data(script)
+        arguments = trainer_arguments(trainer_class, script, config, model, prompts)
         arguments["reward_funcs"] = drawn_rewards
-    config = arguments["args"]
     for field_name, value, why in _LEVELLED:
         value_in_recipe = vars(config).get(field_name, value)
         if value_in_recipe != value:
@@ -253,6 +253,8 @@ def _completions(trainers: dict[str, Any], rows: list, spans: Spans) -> dict[str
         with replaced(trainer, _generate=generate_once):
             scored = trainer._generate_and_score_completions(copy.deepcopy(rows))
         spans[who, "scoring"].append((start, ours.clock.now()))
+        if ROWS in scored:
+            raise UserError("stock TRL trains no episodes of several rows: compare with history: append")
         torch.manual_seed(ours.args.seed)  # both slice in one order
         slices = micro_batches(scored, ours.num_generations, 0, ours.args.steps_per_generation)
         parts[who] = [joined_images(part) for part in slices[: ours.args.gradient_accumulation_steps]]

@@ -48,22 +48,39 @@ def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool 
     }
 
 
+def trainer_arguments(
+    cls: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset
+) -> dict[str, Any]:
+    """Returns the arguments by name with which a trainer of `cls` is built for a recipe's parsed arguments.
+
+    Raises:
+        ConfigError: the recipe has tools or an environment, and trainers of `cls` support none.
+    """
+    code = user_code(script)
+    arguments = {
+        "model": model.model_name_or_path,
+        "reward_funcs": code.rewards,
+        "args": config,
+        "train_dataset": train,
+        **model_arguments(config, model, "images" in train.column_names),
+    }
+    if code.agent is not None:
+        if "environment_factory" not in inspect.signature(cls.__init__).parameters:
+            raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
+        arguments.update(code.agent.arguments())
+        arguments["processing_class"] = code.tool_format(arguments["processing_class"])
+    return arguments
+
+
 def build_trainer(
     cls: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **further_arguments
 ):
     """Build a trainer of `cls` for a recipe's parsed arguments; `further_arguments` are passed on unchanged.
 
     Raises:
-        ConfigError: the recipe has tools or an environment, and trainers of `cls` support none.
+        ConfigError: see [`trainer_arguments`].
     """
-    arguments = model_arguments(config, model, "images" in train.column_names)
-    code = user_code(script)
-    if code.agent is not None:
-        if "environment_factory" not in inspect.signature(cls.__init__).parameters:
-            raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
-        arguments.update(code.agent.arguments())
-        arguments["processing_class"] = code.tool_format(arguments["processing_class"])
-    trainer = cls(model.model_name_or_path, code.rewards, config, train, **arguments, **further_arguments)
+    trainer = cls(**trainer_arguments(cls, script, config, model, train), **further_arguments)
     trainer.card_info.settings = (script, model)
     fit_threads(trainer.model)
     return trainer

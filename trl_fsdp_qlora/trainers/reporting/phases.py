@@ -8,7 +8,7 @@ the padded one that stock TRL runs.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -227,6 +227,13 @@ class TelemetryCallback(TrainerCallback):
     def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
         """When metrics are logged, call `finish` with the numbers in `sums_N` `(N,)`; `finish` stores them."""
         self._held.append((sums_N.detach(), finish))
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """After the block nothing is left of what was put off inside."""
+        held = len(self._held)
+        yield
+        del self._held[held:]
 
     @nonfatal("a deferred metric")
     def flush(self) -> None:

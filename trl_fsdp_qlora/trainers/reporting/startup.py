@@ -3,10 +3,9 @@
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainingArguments
@@ -147,7 +146,7 @@ def _precision(args: TrainingArguments, model: torch.nn.Module) -> str:
 
 
 def first_prompt(
-    data: Any, tokenize: Callable[[list], tuple] | None, decode: Callable[[list[int]], str]
+    data: Dataset | IterableDataset, tokenize: Callable[[list], tuple] | None, decode: Callable[[list[int]], str]
 ) -> str | None:
     """The first training prompt as the model reads it, special tokens and all, with its length.
 

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
+from trl import GRPOConfig
 
 from ...compat.trl_rollouts import Generated
 
@@ -126,7 +127,7 @@ class DynamicSampling:
             checkpoint keeps it.
     """
 
-    def __init__(self, args: Any, dataset: Sequence[dict], accelerator: Accelerator):
+    def __init__(self, args: GRPOConfig, dataset: Sequence[dict], accelerator: Accelerator):
         self.args = args
         self.dataset = dataset
         self.accelerator = accelerator

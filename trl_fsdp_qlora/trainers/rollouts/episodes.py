@@ -8,7 +8,8 @@ under [`trl_fsdp_qlora.compat.trl_rollouts.ROWS`].
 
 import functools
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -142,3 +143,21 @@ def agreed_rows(generated: Generated, device: torch.device) -> list[list[Row]] |
 
 def _row(input_ids: list[int], sampled_mask: list[int]) -> Row:
     return {"input_ids": torch.tensor(input_ids), "sampled_mask": torch.tensor(sampled_mask, dtype=torch.bool)}
+
+
+def text_of_rows(rows: list[Row], decode: Callable[[list[int]], str]) -> str:
+    """What each row of an episode saw and what was sampled in it, for a person; a common beginning is left out."""
+    lines = []
+    before: list[int] = []
+    for number, row in enumerate(rows, 1):
+        ids = row["input_ids"].tolist()
+        # Where the history parts from that of the row before.
+        common = next((i for i, (new, old) in enumerate(zip(ids, before, strict=False)) if new != old), len(before))
+        common = min(common, len(ids))
+        shared = f", the first {common} as in row {number - 1}" if common else ""
+        lines.append(f"--- row {number}: {len(ids)} tokens{shared}")
+        parts = groupby(zip(ids[common:], row["sampled_mask"].tolist()[common:], strict=True), key=itemgetter(1))
+        for is_sampled, tokens in parts:
+            lines.append(f"[{'sampled' if is_sampled else 'seen'}] {decode([token for token, _ in tokens])}")
+        before = ids
+    return "\n".join(lines)

@@ -1,7 +1,6 @@
 """Metrics of an evaluation that a user's function computes from its completions."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -30,7 +29,7 @@ class EvaluationMetrics:
     def __init__(self, function: CompletionMetrics | None, reward_names: list[str]):
         self.function = function
         self.reward_names = reward_names
-        self._rows: list[list[dict[str, Any]]] = []  # of this rank, by batch
+        self._rows: list[list[dict]] = []  # of this rank, by batch
         self._rewards_NK: list[torch.Tensor] = []  # of all ranks, by batch
 
     def begin(self) -> None:
@@ -67,7 +66,7 @@ class EvaluationMetrics:
         return on_main(lambda: self._call(rows[:count], rewards_NK[:count])) or {}
 
     @nonfatal("compute_metrics")
-    def _call(self, rows: list[dict[str, Any]], rewards_NK: torch.Tensor) -> dict[str, float]:
+    def _call(self, rows: list[dict], rewards_NK: torch.Tensor) -> dict[str, float]:
         arguments = {}
         for name in rows[0]:
             arguments[name] = [row[name] for row in rows]

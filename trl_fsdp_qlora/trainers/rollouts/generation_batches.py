@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from trl import GRPOConfig
 
 from ...prefix_sharing.sharing import PromptSharing
 
@@ -14,7 +15,7 @@ def generate_every(trainer: Trainer) -> int:
     return trainer.args.steps_per_generation * trainer.num_iterations
 
 
-def groups_feature(args: Any, group_size: int, sharing: PromptSharing) -> tuple[str, str]:
+def groups_feature(args: GRPOConfig, group_size: int, sharing: PromptSharing) -> tuple[str, str]:
     """A line of the start-up block: whether the completions of a prompt are in one micro-batch."""
     per_device = args.per_device_train_batch_size
     if per_device % group_size == 0:

@@ -5,20 +5,24 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 
 from ...compat.signatures import parameters_of
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import check_batch, foreign_turn, rewarding_with, shuffling_by
+from ...compat.trl_rollouts import ROWS, check_batch, foreign_turn, rewarding_with, shuffling_by
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
-from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
+from ..saving.checkpoints import Rollouts
+from ..starting.arguments import Call, adapter_and_base, check_rewards, with_base_loaded
 from ..starting.input_checks import too_long
 from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
 from ..step.rows import LossRows
 from ..step.trl_pass import Request, TrlPass
 from ..trainer_run import TrainerRun
+from .episodes import text_of_rows
 from .evaluation_metrics import CompletionMetrics, EvaluationMetrics
 from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
 from .rewards import RewardValues, checked
@@ -81,7 +85,7 @@ class OnPolicyRun(TrainerRun):
         self.keeps_drawn_rows = False
         self.drawn_rows: dict[str, Any] | None = None
 
-    def _engine_for(self, call: dict[str, Any]) -> AbstractContextManager:
+    def _engine_for(self, call: Call) -> AbstractContextManager:
         """A context in which TRL's constructor starts the vLLM engine that the arguments need.
 
         Raises:
@@ -140,8 +144,15 @@ class OnPolicyRun(TrainerRun):
             if self.keeps_drawn_rows:
                 lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
                 self.drawn_rows = drawn_rows(self._logs, lengths, "pixel_values" in batch)
+                if ROWS in batch:
+                    texts = [text_of_rows(rows, self._tokenizer.decode) for rows in batch[ROWS]]
+                    self.drawn_rows["extra"]["rows"] = gather_object(texts)
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
             self._add_metrics(self.clock.efficiency(counts))
+            if ROWS in batch:
+                rows = torch.tensor([len(rows) for rows in batch[ROWS]], device=counts.device)
+                rows = self.accelerator.gather(rows)
+                self._add_metrics({"episodes/rows_mean": rows.float().mean().item()})
             return shuffled_groups(batch, self.num_generations, self.accelerator.process_index)
 
         return joined_images(shuffling_by(shuffle, super()._prepare_inputs)(generation_batch))
@@ -247,7 +258,7 @@ class OnPolicyRun(TrainerRun):
 
     # --- saving and loading ------------------------------------------------------------------------------------------
 
-    def _rollouts_to_keep(self) -> dict[str, Any]:
+    def _rollouts_to_keep(self) -> Rollouts:
         return {
             "step": self._step,
             "buffer": self._buffered_inputs,
@@ -259,7 +270,7 @@ class OnPolicyRun(TrainerRun):
         if checkpoint is not None:
             self._take_rollouts(self.checkpointing.load_rollouts(checkpoint))
 
-    def _take_rollouts(self, rollouts: dict[str, Any] | None) -> None:
+    def _take_rollouts(self, rollouts: Rollouts | None) -> None:
         """Continue with the rollouts that a checkpoint kept; `None` if they cannot be used."""
         if rollouts is None:
             self._step = self.state.global_step * self.args.gradient_accumulation_steps  # the sampler's position

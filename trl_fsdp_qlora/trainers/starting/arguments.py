@@ -3,12 +3,14 @@
 from collections.abc import Sized
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from peft import PeftConfig
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, TrainingArguments
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...compat.deepspeed import zero_stage
 from ...compat.signatures import parameters_of
@@ -20,6 +22,8 @@ from . import input_checks as checks
 
 logger = get_logger(__name__)
 
+Config = TypeVar("Config", bound=TrainingArguments)
+Quantization = QuantizationConfigMixin | dict  # as a model's config has it; a checkpoint's JSON has a dictionary
 Call = dict[str, Any]  # the arguments of a trainer's constructor, by the names that they have in TRL
 
 
@@ -49,7 +53,7 @@ def bound_to(stock: type, positional: tuple, named: Call, ours: tuple[str, ...] 
     return call
 
 
-def adapter_and_base(call: Call) -> tuple[Any, Any]:
+def adapter_and_base(call: Call) -> tuple[PeftConfig | None, Quantization | None]:
     """The config of the adapter to train, and that of the base's quantization; `None` if there is none."""
     model = call["model"]
     peft_config = call.get("peft_config")
@@ -68,12 +72,12 @@ def adapter_and_base(call: Call) -> tuple[Any, Any]:
     return peft_config, call.get("quantization_config") or stored
 
 
-def _stored_with(model: Any) -> Any:
+def _stored_with(model: nn.Module | str) -> Quantization | None:
     """How the weights of a model object are quantized; `None` for a model's name, and if they are not."""
     return quantization_of(model.config) if isinstance(model, nn.Module) else None
 
 
-def config_or_default(cls: type, args: Any, model: Any, suffix: str) -> Any:
+def config_or_default(cls: type[Config], args: object, model: nn.Module | str, suffix: str) -> Config:
     """`args`; if it is `None`, a config of class `cls` with a folder that is named after `model` and the method.
 
     Raises:

@@ -23,7 +23,6 @@ from ...prefix_sharing.check import LIMITS_FP32, LIMITS_HALF, rounding_unit
 from ...prefix_sharing.dropout import without_dropout
 from ...prefix_sharing.problems import Status, is_out_of_memory, reason_of
 from ...prefix_sharing.ranks import reduced_over_ranks
-from ...utils.replaced import replaced
 
 if TYPE_CHECKING:
     from ..trainer_run import TrainerRun
@@ -102,10 +101,15 @@ def compare_first_step(trainer: "TrainerRun", model: nn.Module, inputs: dict[str
 @contextmanager
 def forwards_as_stock(trainer: "TrainerRun") -> Iterator[None]:
     """A block in which the forwards of a trainer's models run as in stock TRL."""
-    with ExitStack() as stack:
-        for sharing in filter(None, (trainer.sharing, trainer.reference_sharing)):
-            stack.enter_context(replaced(sharing, status=Status.as_stock("compared with stock TRL")))
+    sharings = [sharing for sharing in (trainer.sharing, trainer.reference_sharing) if sharing is not None]
+    before = [sharing.status for sharing in sharings]
+    try:
+        for sharing in sharings:
+            sharing.status = Status.as_stock("compared with stock TRL")
         yield
+    finally:
+        for sharing, status in zip(sharings, before, strict=True):
+            sharing.status = status
 
 
 def _telling(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -159,11 +163,9 @@ def _separate_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     try:
         for parameter in parameters:
             parameter.grad = None
-        with ExitStack() as stack:
-            if isinstance(model, DistributedDataParallel):
-                stack.enter_context(model.no_sync())
-            for group in fsdp.param_groups(model):  # accelerate's no_sync would keep these gradients for the next ones
-                stack.enter_context(replaced(group, reduce_grads=True, all_reduce_grads=True))
+        # Under FSDP2 accelerate's no_sync would keep these gradients for the next ones.
+        is_ddp = isinstance(model, DistributedDataParallel)
+        with model.no_sync() if is_ddp else fsdp.fsdp_reduces(model):
             yield parameters
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -183,9 +185,9 @@ def _leaving_no_trace(trainer: "TrainerRun") -> Iterator[None]:
     lengths = {mode: {name: len(values) for name, values in of.items()} for mode, of in trainer._metrics.items()}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(replaced(trainer.telemetry, later=lambda *_: None))
+        stack.enter_context(trainer.telemetry.forgetting())
         if hasattr(trainer, "look_ahead"):
-            stack.enter_context(replaced(trainer.look_ahead, _step=None))
+            stack.enter_context(trainer.look_ahead.planning_nothing())
         yield
     for mode, of in trainer._metrics.items():
         for name in list(of):

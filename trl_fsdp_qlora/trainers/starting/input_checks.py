@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Sized
 from math import inf
 from numbers import Real
-from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, PreTrainedModel
+from peft import PeftConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ...compat.transformers import model_class
@@ -44,17 +44,18 @@ _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
-def mistakes(config: Any) -> list[str]:
+def mistakes(config: object) -> list[str]:
     """A line for every number in the fields of `config` that can only be a mistake, with its value and its range."""
     lines = []
     for name, (is_meant, reason) in _MEANT.items():
         value = vars(config).get(name)
-        if isinstance(value, Real) and not isinstance(value, bool) and not is_meant(value):
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if is_number and not is_meant(value):
             lines.append(f"{name}={value} can only be a mistake: {reason}")
     return lines
 
 
-def too_long(max_completion_length: int | None, model_config: Any) -> str | None:
+def too_long(max_completion_length: int | None, model_config: PretrainedConfig) -> str | None:
     """A line if completions are longer than all positions of a model; `None` if not, or if it has no such number.
 
     Scaled rotary tables reach further than the config's number.
@@ -83,12 +84,12 @@ def check_processes(world_size: int) -> None:
         raise UserError(f"{reason}. On CPUs set use_cpu: true (and bf16: false); otherwise check num_processes")
 
 
-def columns_of(dataset: Any) -> set[str]:
+def columns_of(dataset: object) -> set[str]:
     """Names of a data set's columns; none if it does not know them, as a streamed one may, or if it is `None`."""
     return set(getattr(dataset, "column_names", None) or ())
 
 
-def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = True) -> None:
+def check_dataset(dataset: object, generation_prompts: int, needs_prompt: bool = True) -> None:
     """Refuse a training set that would break TRL's first step, or that TRL would silently not train on.
 
     For a streaming dataset only the columns are checked. One generation batch takes `generation_prompts` different
@@ -112,7 +113,7 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         )
 
 
-def check_pairs(dataset: Any) -> None:
+def check_pairs(dataset: object) -> None:
     """Refuse a training set that has no preference pairs.
 
     Raises:
@@ -126,7 +127,7 @@ def check_pairs(dataset: Any) -> None:
         check_texts(dataset, name)
 
 
-def check_texts(dataset: Any, column: str) -> None:
+def check_texts(dataset: object, column: str) -> None:
     """Refuse a column that has a value other than a text or messages; only rows that are in memory are looked at.
 
     Raises:
@@ -160,8 +161,11 @@ def _missing(texts: Dataset, column: str) -> list[int]:
 
 
 def language_model_only(
-    peft_config: Any, model: PreTrainedModel | str, revision: str | None = None, dataset: Any = None
-) -> Any:
+    peft_config: PeftConfig | None,
+    model: PreTrainedModel | str,
+    revision: str | None = None,
+    dataset: object = None,
+) -> PeftConfig | None:
     """`peft_config`, with `all-linear` limited to the language model of a class that takes images, too.
 
     Layers that a text run does not compute would have adapters without a gradient, which DDP refuses. If the rows of
@@ -183,8 +187,8 @@ def language_model_only(
     if isinstance(model, str):
         with torch.device("meta"):
             model = model_class(config).from_config(config)
-    decoder = model.get_decoder()
-    name = next(name for name, module in model.named_modules() if module is decoder)
+    names = {module: name for name, module in model.named_modules()}
+    name = names[model.get_decoder()]
     peft_config = copy.copy(peft_config)
     peft_config.exclude_modules = rf"(?!{re.escape(name)}\.).*"
     return peft_config

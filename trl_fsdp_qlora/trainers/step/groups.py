@@ -10,7 +10,8 @@ from ...prefix_sharing.batch import PER_IMAGE
 from ...prefix_sharing.image_keys import fingerprints
 from ...scoring.transfer import to_device
 
-Batch = dict[str, torch.Tensor | Sequence | None]
+# What TRL's `_generate_and_score_completions` returns, and slices of it.
+DrawnRows = dict[str, torch.Tensor | Sequence | None]
 
 
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:
@@ -38,7 +39,7 @@ def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) ->
     return torch.cat([torch.arange(head), middle, torch.arange(tail, batch_size)])
 
 
-def micro_batches(batch: Batch, group_size: int, rank: int, count: int) -> list[Batch]:
+def micro_batches(batch: DrawnRows, group_size: int, rank: int, count: int) -> list[DrawnRows]:
     """`count` slices of this rank's part of a generation batch, with shuffled groups; otherwise sliced as in TRL."""
     by_row = shuffled_groups(batch, group_size, rank)
     size = len(by_row["prompt_ids"]) // count
@@ -55,7 +56,7 @@ def _is_scalar(value: torch.Tensor | Sequence | None) -> bool:
     return value is None or (isinstance(value, torch.Tensor) and value.ndim == 0)
 
 
-def shuffled_groups(batch: Batch, group_size: int, rank: int) -> Batch:
+def shuffled_groups(batch: DrawnRows, group_size: int, rank: int) -> DrawnRows:
     """This rank's part of a generation batch, with shuffled groups.
 
     Pixels are lists with an entry per row; `joined_images` joins them when a slice is used. TRL's batch holds the

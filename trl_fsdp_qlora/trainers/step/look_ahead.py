@@ -82,6 +82,16 @@ class LookAhead:
         self.forget()
 
     @contextmanager
+    def planning_nothing(self) -> Iterator[None]:
+        """In the block no pass belongs to a micro-batch of an optimizer step."""
+        step = self._step
+        self._step = None
+        try:
+            yield
+        finally:
+            self._step = step
+
+    @contextmanager
     def micro_batch(self, step: int, micro_batches: int) -> Iterator[None]:
         """The forward and backward of a micro-batch.
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compat import trl as trls
+from ...compat.fsdp import ddp_reduces
 from ...prefix_sharing.batch import Batch, Instructions
 from ...prefix_sharing.passes import Plan, Run
 from ...prefix_sharing.prefix_cache import (
@@ -35,7 +36,6 @@ from ...prefix_sharing.prefix_cache import (
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.row import PassRecord
 from ...utils.random_state import RandomState
-from ...utils.replaced import replaced
 
 if TYPE_CHECKING:
     from ...compat.trl import FusedCausalLMOutput
@@ -225,7 +225,7 @@ def _run_pass(
     # with a later micro-batch.
     reduces = reduces and isinstance(model, DistributedDataParallel)
     for forward in run.of_pass(number, record):
-        with replaced(model, require_backward_grad_sync=True) if reduces else nullcontext():
+        with ddp_reduces(model) if reduces else nullcontext():
             to_sharing = Instructions(num_images=batch.num_images, forward=forward)
             output = model(**batch.arguments(), sharing=to_sharing, fused_lm_head=True)
         if forward.view.trunk is not None and output.log_probs.requires_grad:

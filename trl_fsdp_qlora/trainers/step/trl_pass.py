@@ -275,7 +275,10 @@ class TrlPass:
         if model.is_packed:
             if model.has_computed:
                 name = "policy" if purpose == "policy" else "no_grad"
-                self._add_metrics(model.sharing.figures.metrics(f"prefix_sharing/{name}"))
+                figures = model.sharing.figures
+                self._add_metrics(figures.metrics(f"prefix_sharing/{name}"))
+                if model.rows is not None and name == "policy":
+                    self._add_metrics({"episodes/tokens_fraction": figures.tokens / max(figures.row_tokens, 1)})
             if entropies_BC is not None:
                 # Tokens of rows that are equal have one context only if the histories before them are equal.
                 keeps_ties = request.keeps_ties and model.rows is None

@@ -88,16 +88,23 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
         # The loss is the mean over the groups of the optimizer step: the credit contains 1/|U|, so the sum over a
         # group's rows is the group's objective.
-        loss = -(credit_BC * value_BC).sum() * self._group_size / len(credit_BC)
+        objective = (credit_BC * value_BC).sum()
+        loss = -objective * self._group_size / len(credit_BC)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
         credited_BC = credit_BC != 0
+        valid = inputs["completion_mask"].sum()
         entropy = (entropies_BC * credited_BC).sum()
-        sums = torch.stack([inputs["completion_mask"].sum(), credited_BC.sum(), entropy]).float()
-        # One wait for the device, where TRL's losses have ten: the metrics are there when the loss is.
-        valid, scored, entropy = self.accelerator.reduce(sums.detach(), reduction="sum").tolist()
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["tokens/scored_fraction"].append(scored / max(valid, 1.0))
-        metrics["tokens/nothing_to_learn"].append(float(scored == 0))
-        metrics["entropy"].append(entropy / scored if scored else float("nan"))
+        self._record_tokens(torch.stack([valid, credited_BC.sum(), entropy]).float().detach())
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
+
+    def _record_tokens(self, sums: torch.Tensor) -> None:
+        """Log figures over all ranks from this rank's valid tokens, credited tokens, and entropy of the latter."""
+        # One wait for the device, where TRL's losses have ten: the metrics are there when the loss is.
+        valid, scored, entropy = self.accelerator.reduce(sums, reduction="sum").tolist()
+        figures = {
+            "tokens/scored_fraction": scored / max(valid, 1.0),
+            "tokens/nothing_to_learn": float(scored == 0),
+            "entropy": entropy / scored if scored else float("nan"),
+        }
+        self._add_metrics(figures)
