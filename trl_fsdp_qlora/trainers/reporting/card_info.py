@@ -18,6 +18,6 @@ class CardInfo:
     recipe_file: str | None = None  # the YAML that was run
     settings: Sequence = ()  # dataclasses of the other arguments: data, rewards, model, adapter
     command: Sequence[str] | None = None  # the launch line's words; the card leaves secrets and machine paths out
-    quickstart_prompt: Any = None  # a prompt (text, or messages) for the quick start
+    quickstart_prompt: str | list[dict] | None = None  # a prompt (text, or messages) for the quick start
     max_new_tokens: int = 64  # of the quick start
     method: str = "GRPO"  # the algorithm, as a reader knows it

@@ -94,10 +94,12 @@ def prefix_transitions(
     total = nodes.sums_of(rewards_G)  # a completion that was not judged adds zero
     mean = total / np.maximum(count, 1)
     # At token t the prefix p is the node of depth t, and p∘v is the node of depth t + 1.
+    count_of_prefix, count_with_token = count[:, :-1], count[:, 1:]
+    mean_of_prefix, mean_with_token = mean[:, :-1], mean[:, 1:]
     # If no completion parts, both means are over the same rows, so their difference is set to exactly zero and not to
     # a rounding error.
-    parts_GC = count[:, 1:] != count[:, :-1]
-    gain_GC = mean[:, 1:] - mean[:, :-1]
+    parts_GC = count_with_token != count_of_prefix
+    gain_GC = mean_with_token - mean_of_prefix
     advantage_GC = np.where(valid_GC & parts_GC, gain_GC, 0.0)
     representative_GC = valid_GC & nodes.begins[:, 1:]
 
@@ -147,12 +149,13 @@ def group_credit(
         is_needed_GC = credited_from_GC[:, 1:] > 0
         positions += int(is_needed_GC.sum())
         if is_needed_GC.any():
-            no_rewards = torch.zeros(len(is_needed_GC))
-            prefixes = prefix_transitions(completion_ids[rows, :-1], is_needed_GC, no_rewards)
+            no_rewards_G = torch.zeros(len(is_needed_GC))
+            prefixes = prefix_transitions(completion_ids[rows, :-1], is_needed_GC, no_rewards_G)
             distinct_positions += int(prefixes.representative.sum())
+    groups = len(credit_of_groups)
     metrics = {
-        "transitions": transitions / len(credit_of_groups),
-        "credited_transitions": credited / len(credit_of_groups),
+        "transitions": transitions / groups,
+        "credited_transitions": credited / groups,
         "repeated_fraction": (positions - distinct_positions) / max(positions, 1),
     }
     return torch.cat(credit_of_groups).float().to(device), metrics
