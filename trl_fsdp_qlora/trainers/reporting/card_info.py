@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass
@@ -12,7 +11,8 @@ class CardInfo:
     dataset: str | None = None  # Hub id or file name of the training data
     license: str | None = None  # SPDX id
     results: dict[str, str] = field(default_factory=dict)  # such as "97.0% (n=1000, ...)", by what was measured
-    accuracy: dict[str, Any] | None = None  # greedy, for the Hub's metadata: `pass_at_1`, `n` and `interval`
+    # Greedy, for the Hub's metadata: `pass_at_1`, `n` and `interval`.
+    accuracy: dict[str, float | Sequence[float]] | None = None
     accuracy_step: int | None = None  # optimizer step that `accuracy` is of; a card of other weights does not claim it
     data_license: str | None = None  # SPDX id of the training data
     recipe_file: str | None = None  # the YAML that was run

@@ -3,7 +3,7 @@
 from collections.abc import Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -23,7 +23,7 @@ from ..step.rows import LossRows
 from ..step.trl_pass import Request, TrlPass
 from ..trainer_run import TrainerRun
 from .evaluation_metrics import CompletionMetrics, EvaluationMetrics
-from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
+from .generation_batches import DrawnColumns, drawn_rows, groups_feature, lengths_and_ends
 from .rewards import RewardValues, checked
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class OnPolicyRun(TrainerRun):
         self.reward_values = RewardValues(self.reward_func_names)
         self.evaluation_metrics = EvaluationMetrics(compute_metrics, self.reward_func_names)
         self.keeps_drawn_rows = False
-        self.drawn_rows: dict[str, Any] | None = None
+        self.drawn_rows: DrawnColumns | None = None
 
     def _engine_for(self, call: Call) -> AbstractContextManager:
         """A context in which TRL's constructor starts the vLLM engine that the arguments need.

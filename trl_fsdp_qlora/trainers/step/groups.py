@@ -6,12 +6,10 @@ import torch
 from torch.utils.data import Sampler
 
 from ...compat import trl as trls
+from ...compat.trl_rollouts import DrawnRows
 from ...prefix_sharing.batch import PER_IMAGE
 from ...prefix_sharing.image_keys import fingerprints
 from ...scoring.transfer import to_device
-
-# What TRL's `_generate_and_score_completions` returns, and slices of it.
-DrawnRows = dict[str, torch.Tensor | Sequence | None]
 
 
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:

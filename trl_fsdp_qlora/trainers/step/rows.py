@@ -13,14 +13,14 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...compat import trl as trls
-from ...compat.trl_rollouts import ROWS
+from ...compat.trl_rollouts import ROWS, DrawnRows
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
 from ...prefix_sharing.ranks import reduced_over_ranks
 from ...scoring.transfer import to_device
@@ -35,6 +35,8 @@ OF_IMAGES = (
 # Arguments of a call with an entry per token.
 OF_TOKENS = ("input_ids", "attention_mask", "labels")
 
+# Those of a call of the model, or of TRL's pass, by their names.
+Arguments = dict[str, torch.Tensor | Sequence | int | bool | None]
 # `input_ids` and `sampled_mask`, both `(L,)`: what a model saw and wrote, and which of these tokens it wrote.
 Row = dict[str, torch.Tensor]
 
@@ -77,10 +79,11 @@ class EpisodeRows:
         """The tokens of a batch with one row for each episode, as long as the longest."""
         return self.episodes * self.width
 
-    def slices(self, limit: int, device: torch.device) -> list[slice]:
-        """Slices of rows, of no more padded tokens than `limit`, or of one row; equally many on every rank.
+    def slices(self, limit: int, device: torch.device) -> tuple[list[slice], list[slice]]:
+        """Slices of all rows, of no more padded tokens than `limit`, or of one row; and slices that only fill up.
 
-        A rank that needs fewer slices than another computes its last row again. Collective.
+        Every rank has equally many of both together: one that needs fewer slices than another computes its last row
+        again. Collective.
         """
         count = len(self.input_ids_RL)
         rows = max(1, limit // self.width)
@@ -88,9 +91,9 @@ class EpisodeRows:
         most, *_ = reduced_over_ranks([len(slices)], device)
         last_row = slice(count - 1, count)
         missing = int(most) - len(slices)
-        return slices + missing * [last_row]
+        return slices, missing * [last_row]
 
-    def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, arguments: Arguments) -> Arguments:
         """The arguments of a fused call for these rows, from those of TRL's batch."""
         labels_BT = arguments["labels"]
         device = labels_BT.device
@@ -122,11 +125,13 @@ class EpisodeRows:
         place_in_batch_N = self._to(self._place_in_batch_N, labels_BT.device)
         values = {}
         for name in ("log_probs", "entropy"):
-            x_RL = vars(output)[name]
-            if x_RL is not None:
-                x_BT = x_RL.new_zeros(len(labels_BT), labels_BT.shape[1] - 1)
-                # The score of a token is in the column of the token before it, in both batches.
-                values[name] = x_BT.index_put(place_in_batch_N, x_RL[row_N, column_N - 1])
+            values_RL = vars(output)[name]
+            if values_RL is None:
+                continue
+            # The score of a token is in the column of the token before it, in both batches.
+            values_N = values_RL[row_N, column_N - 1]
+            zeros_BT = values_RL.new_zeros(len(labels_BT), labels_BT.shape[1] - 1)
+            values[name] = zeros_BT.index_put(place_in_batch_N, values_N)
         return trls.FusedCausalLMOutput(**values, aux_loss=output.aux_loss)
 
     @staticmethod
@@ -134,21 +139,25 @@ class EpisodeRows:
         return tuple(to_device(x, device) for x in place_N)
 
 
-def episode_rows(inputs: dict[str, Any]) -> EpisodeRows | None:
+def episode_rows(inputs: DrawnRows) -> EpisodeRows | None:
     """The rows of a micro-batch; `None` if each episode has one row."""
     episodes = inputs.get(ROWS)
     return None if episodes is None else EpisodeRows(episodes, inputs["completion_ids"].shape[1])
 
 
-def joined(outputs: "list[trls.FusedCausalLMOutput]") -> "trls.FusedCausalLMOutput":
-    """The output of slices of rows as that of all rows; the router loss is the mean over slices, as in TRL."""
+def joined(outputs: "list[trls.FusedCausalLMOutput]", count: int) -> "trls.FusedCausalLMOutput":
+    """The output of slices of rows as that of all rows.
+
+    The router loss is the mean over the first `count` slices, as TRL's of a batch that it slices; what follows them
+    fills up.
+    """
     first = outputs[0]
     values = {}
     for name in ("log_probs", "entropy"):
         if vars(first)[name] is not None:
             values[name] = torch.cat([vars(output)[name] for output in outputs])
     if first.aux_loss is not None:
-        router_losses = torch.stack([output.aux_loss for output in outputs])
+        router_losses = torch.stack([output.aux_loss for output in outputs[:count]])
         values["aux_loss"] = router_losses.mean()
     return trls.FusedCausalLMOutput(**values)
 
@@ -182,7 +191,7 @@ def _divisible(rows: int) -> int:
     return math.ceil(rows / multiple) * multiple
 
 
-def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
+def padded_batch(inputs: DrawnRows) -> Arguments:
     """A micro-batch as the arguments of `GRPOTrainer._get_per_token_logps_and_entropies`."""
     return {
         "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
@@ -201,7 +210,7 @@ class LossRows(NamedTuple):
         router_loss: whether the loss has a router loss.
     """
 
-    inputs: dict[str, Any]
+    inputs: DrawnRows
     scored_BC: torch.Tensor | None = None
     router_loss: bool = False
 

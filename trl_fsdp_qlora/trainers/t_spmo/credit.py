@@ -46,14 +46,18 @@ class _Nodes(NamedTuple):
     @classmethod
     def of(cls, common: np.ndarray, rows: int, width: int) -> "_Nodes":
         """The nodes of sorted rows of `width` tokens; `common` has the LCP of each row with the one before it."""
-        begins = np.ones((rows, width + 1), bool)
-        begins[1:] = common[:, None] < np.arange(width + 1)
+        depths = np.arange(width + 1)
         numbers = np.arange(rows)[:, None]
-        first = np.maximum.accumulate(np.where(begins, numbers, 0), axis=0)
+        begins = np.ones((rows, width + 1), bool)
+        begins[1:] = common[:, None] < depths
+        # The first row of a node is the last one at which a node began, and its last row is before the next beginning.
+        last_begin = np.where(begins, numbers, 0)
+        first = np.maximum.accumulate(last_begin, axis=0)
+        begin_or_end = np.where(begins, numbers, rows)
         end = np.full((1, width + 1), rows)
-        next_begin = np.append(np.where(begins, numbers, rows)[1:], end, axis=0)
-        behind = np.minimum.accumulate(next_begin[::-1], axis=0)[::-1]
-        return cls(begins, first, behind)
+        next_begin = np.append(begin_or_end[1:], end, axis=0)
+        from_below = np.minimum.accumulate(next_begin[::-1], axis=0)
+        return cls(begins, first, from_below[::-1])
 
     def sums_of(self, values_G: np.ndarray) -> np.ndarray:
         """The sum over each node's rows of one value per row."""
