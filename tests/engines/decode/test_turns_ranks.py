@@ -122,8 +122,8 @@ def test_ranks_take_part_in_the_turns_of_others(tmp_path, names):
     rank_0, rank_1 = runs
     for name in {"gathered", "per_layer", "hybrid", "template_per_layer"} & {*names}:
         assert rank_0[name]["turns"] == rank_1[name]["turns"] > 4, name
-    for name in {name for name in names if name.startswith("template")} | {"template"}:
-        assert {*rank_0[name]["rows"]} == {1} and max(rank_1[name]["rows"]) > 2, name
+    assert {*rank_0["template"]["rows"]} == {1} and min(rank_1["template"]["rows"]) > 1
+    for name in [name for name in names if name.startswith("template")]:
         for results_of_rank in runs:
             assert results_of_rank[name]["rows"] == results_of_rank["template"]["rows"], name
     if "pictures" in names:
