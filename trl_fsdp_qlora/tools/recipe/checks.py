@@ -3,9 +3,10 @@
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from peft import PeftConfig, get_peft_model
@@ -17,6 +18,8 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     PretrainedConfig,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
 )
 from transformers.integrations import INTEGRATION_TO_CALLBACK, is_deepspeed_zero3_enabled
 from transformers.integrations.integration_utils import get_available_reporting_integrations
@@ -31,15 +34,11 @@ from ...prefix_sharing.sharing import CHOICES
 from ...trainers.saving.checkpoints import resolve_resume
 from ...trainers.starting.input_checks import check_processes, language_model_only, mistakes
 from ...utils.plain import counted
-from ..data.datasets import is_missing_path
-from ..data.import_path import load_function
+from ..data.import_path import is_missing_path, load_function
 from ..data.rewards import get_reward
-from ..evaluation.measurement import Agent, Judge
+from ..evaluation.measurement import Agent, Judge, Measurement
 from ..publishing.loading import TOKENIZER, has_own
 from .arguments import ConfigError, ScriptArguments
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 OWN_REWARD = "environment"  # the name in `rewards` of the environment's own `get_reward`
 
@@ -57,10 +56,10 @@ class UserCode(NamedTuple):
     rewards: list[Callable]
     judge: Judge | None
     agent: Agent | None
-    tool_format: Callable[[Any], Any]
+    tool_format: Callable[[PreTrainedTokenizerBase], PreTrainedTokenizerBase]
 
 
-def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
+def user_code(script: ScriptArguments, settings: Mapping[str, object] | None = None) -> UserCode:
     """Import what `script` names; `settings` may have `tool_timeout` and `history`.
 
     Raises:
@@ -91,7 +90,7 @@ def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -
     return UserCode(rewards, judge, agent, tool_format)
 
 
-def check_tool_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
+def check_tool_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Refuse a chat template that TRL would refuse, or whose calls TRL could not read, before a weight is loaded."""
     hint = "name a function in tool_format that gives it one, for one examples/agents/calculator.py:json_calls"
     if not compat.supports_tool_calling(tokenizer):
@@ -102,7 +101,7 @@ def check_tool_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None
         raise ConfigError(f"TRL does not know how {name!r} writes its calls; {hint}") from error
 
 
-def check_training(config: "TrainingArguments", model: ModelConfig) -> None:
+def check_training(config: TrainingArguments, model: ModelConfig) -> None:
     """Refuse values that can only be a mistake, or that would end in an error after the model is loaded.
 
     The [`ConfigError`] has the line to write.
@@ -129,7 +128,7 @@ def check_training(config: "TrainingArguments", model: ModelConfig) -> None:
         check_installed("bitsandbytes", "load_in_4bit: true" if model.load_in_4bit else "load_in_8bit: true")
 
 
-def check_launch_environment(config: "TrainingArguments", model: ModelConfig) -> None:
+def check_launch_environment(config: TrainingArguments, model: ModelConfig) -> None:
     """Refuse a launch whose processes would not know of each other, or that would not write the trained model."""
     check_processes(config.world_size)
     # An adapter is gathered with any type. Transformers' `save_model` writes other weights only as a full state dict.
@@ -149,7 +148,7 @@ def check_installed(module: str, setting: str, package: str | None = None) -> No
         raise ConfigError(f"{setting} needs {package}, which is not installed: pip install {package}")
 
 
-def check_loss(config: "TrainingArguments") -> None:
+def check_loss(config: TrainingArguments) -> None:
     """Refuse a `loss_type` that TRL's trainer does not know; TRL itself refuses it in the first step."""
     stock = getattr(config, "STOCK", type(config)).__name__
     names = vars(config).get("loss_type") or []
@@ -171,7 +170,7 @@ def check_reports(report_to: Sequence[str] | str) -> None:
         raise ConfigError(f"report_to: {name} needs its package, which is not installed; install it, or set none")
 
 
-def check_reward_weights(script: ScriptArguments, config: "TrainingArguments") -> None:
+def check_reward_weights(script: ScriptArguments, config: TrainingArguments) -> None:
     """Refuse `reward_weights` that are not one for each reward."""
     weights = vars(config).get("reward_weights")
     if weights is not None and len(weights) != len(script.rewards):
@@ -188,12 +187,16 @@ def check_adapter(name: str) -> PeftConfig:
     return _loaded(PeftConfig, name, None, "adapter")
 
 
-def _loaded(auto_class: type, name: str | None, revision: str | None, field: str) -> Any:
+def _loaded(
+    auto_class: type, name: str | None, revision: str | None, field: str
+) -> PeftConfig | PretrainedConfig | PreTrainedTokenizerBase:
+    """What `auto_class` reads of the model or adapter `name`; a [`ConfigError`] names the recipe's `field`."""
     if not name:
         raise ConfigError(f"{field} is not set; name a folder or a model on the Hub")
     if is_missing_path(name):
-        made = "; the head of a recipe has the command that makes its base" if field == "model_name_or_path" else ""
-        hint = mistyped_path(name) or made
+        hint = mistyped_path(name)
+        if not hint and field == "model_name_or_path":
+            hint = "; the head of a recipe has the command that makes its base"
         raise ConfigError(f"{field}={name!r}: there is no such folder{hint}")
     try:
         return auto_class.from_pretrained(name, revision=revision)
@@ -225,7 +228,7 @@ def load_tokenizer(
     chat: bool,
     field: str = "model_name_or_path",
     adapter: str | None = None,
-) -> Any:
+) -> PreTrainedTokenizerBase:
     """The tokenizer of the model `name`, or of the `adapter` on it if that has its own; no weights are read.
 
     Raises:
@@ -335,16 +338,43 @@ def check_model(model: ModelConfig, wrapped: Sequence[str] = ()) -> None:
         with_adapter(bare, model)
 
 
-class Checked(NamedTuple):
-    """What the checks of a recipe have loaded: the model's tokenizer, and the user's code."""
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe that can be run: its parsed arguments, and what they name that was loaded to check them.
 
-    tokenizer: Any
+    Attributes:
+        script, config, model: the parsed arguments.
+        code: rewards, and functions and classes of the user's own.
+        tokenizer: the model's; with tools its chat template knows them.
+    """
+
+    script: ScriptArguments
+    config: TrainingArguments
+    model: ModelConfig
     code: UserCode
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def measurement(self) -> Measurement:
+        """How accuracy is measured: with the prompts and the limits of the training."""
+        settings = vars(self.config)  # not every trainer has every field
+        # Trainers that draw no completions have no such field; the scripts of theirs have one for the measurement.
+        length = settings.get("max_completion_length") or vars(self.script)["max_completion_length"]
+        return Measurement(
+            max_new_tokens=length,
+            batch_size=self.script.accuracy_batch_size,
+            seed=self.config.seed,
+            answer_format=self.script.answer_format,
+            template_options=settings.get("chat_template_kwargs") or {},
+            agent=self.code.agent,
+            max_tool_turns=settings.get("max_tool_calling_iterations"),
+            judge=self.code.judge,
+        )
 
 
 def check_recipe(
-    script: ScriptArguments, config: "TrainingArguments", model: ModelConfig, wrapped: Sequence[str] | None = None
-) -> Checked:
+    script: ScriptArguments, config: TrainingArguments, model: ModelConfig, wrapped: Sequence[str] | None = None
+) -> Recipe:
     """Run all checks of this module for a recipe that trains.
 
     `wrapped` are names of classes that FSDP is to wrap, by default those of this launch.
@@ -363,4 +393,4 @@ def check_recipe(
         tokenizer = code.tool_format(tokenizer)
         check_tool_template(tokenizer, model.model_name_or_path)
     check_model(model, wrapped_here() if wrapped is None else wrapped)
-    return Checked(tokenizer, code)
+    return Recipe(script, config, model, code, tokenizer)

@@ -8,7 +8,8 @@ from trl.data_utils import maybe_extract_prompt
 
 from ...errors import mistyped_path
 from ..data.answers import DatasetError
-from ..data.datasets import is_missing_path, read_rows
+from ..data.datasets import read_rows
+from ..data.import_path import is_missing_path
 from .arguments import ScriptArguments, option
 
 FIELDS = ("prompt", "chosen", "rejected")
