@@ -88,32 +88,37 @@ def compare(words: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--trainer", choices=COMPARED)
     options, rest = parser.parse_known_args(words)
-    if options.steps < 1:
-        parser.error(f"--steps {options.steps} is not a number of steps; try 3")
+    steps = options.steps
+    if steps < 1:
+        parser.error(f"--steps {steps} is not a number of steps; try 3")
     rest = with_recipe(rest)
-    method = COMPARED[options.trainer] if options.trainer else method_of(rest, tuple(COMPARED.values()))
+    methods = tuple(COMPARED.values())
+    method = COMPARED[options.trainer] if options.trainer else method_of(rest, methods)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        trainers = _trainers(method, [*rest, *_QUIET, f"--output_dir={folder}/run"])
+        words_of_recipe = [*rest, *_QUIET, f"--output_dir={folder}/run"]
+        trainers = _trainers(method, words_of_recipe)
         ours = trainers[OURS]
         if draws(ours.model):
             print("dropout is off here: each trainer would draw masks of its own", flush=True)
         for trainer in trainers.values():
             stack.enter_context(without_dropout(trainer.model))
         spans: Spans = defaultdict(list)
-        done = list(_steps(trainers, options.steps, spans))
+        differences = list(_steps(trainers, steps, spans))
     phases = PHASES[1:] if method.is_paired else PHASES  # of pairs there is nothing to score
     for phase in phases:
         of_stock = _median_seconds(spans[STOCK, phase])
         of_ours = _median_seconds(spans[OURS, phase])
         print(f"{phase}: {of_stock:.4f} s and {of_ours:.4f} s ({of_stock / of_ours:.2f}×)")
-    figures = ours.sharing.figures  # of the last pass
+    sharing = ours.sharing
+    figures = sharing.figures  # of the last pass
     if figures.tokens:
         fraction = figures.tokens / figures.padded_tokens
         print(f"tokens computed by this package's passes: {fraction:.1%} of the padded ones")
-    print(f"medians of {options.steps}, stock TRL first; {ours.sharing.describe()}")
+    print(f"medians of {steps}, stock TRL first; {sharing.describe()}")
     with ours.accelerator.autocast():
-        is_half = rounding_unit(ours.sharing.base, ours.accelerator.device)
-    equal, line = verdict(done, "half precision" if is_half else "float32")
+        is_half = rounding_unit(sharing.base, ours.accelerator.device)
+    precision = "half precision" if is_half else "float32"
+    equal, line = verdict(differences, precision)
     print(line)
     return 0 if equal else 1
 

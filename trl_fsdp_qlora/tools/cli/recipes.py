@@ -21,7 +21,7 @@ run: whether it ran here unchanged, shortened, or is planned; `recipes NAME` pri
 `recipes NAME > mine.yaml` puts one here to edit, `COMMAND --config NAME` runs it as it is."""
 
 
-class Recipe(NamedTuple):
+class RecipeFile(NamedTuple):
     """A YAML file of this package, and the facts in its head."""
 
     name: str
@@ -49,7 +49,7 @@ def _head(text: str) -> dict[str, str]:
     return head
 
 
-def all_recipes() -> list[Recipe]:
+def all_recipes() -> list[RecipeFile]:
     """Every YAML file of this package, by name."""
     recipes = []
     root = resource_folder("recipes")
@@ -57,7 +57,7 @@ def all_recipes() -> list[Recipe]:
         head = _head(path.read_text(encoding="utf-8"))
         was_run = _WAS_RUN.match(head["expect"])
         name = recipe_name(path.relative_to(root).as_posix())
-        recipe = Recipe(name, path, _command_of(path.parent.name), head["hardware"], was_run[0])
+        recipe = RecipeFile(name, path, _command_of(path.parent.name), head["hardware"], was_run[0])
         recipes.append(recipe)
     return recipes
 
@@ -77,7 +77,7 @@ def recipe_name(text: str) -> str:
     return f"{folder}{slash}{file.removeprefix('config_')}"
 
 
-def find(text: str) -> Recipe:
+def find(text: str) -> RecipeFile:
     """The recipe called `text`.
 
     Raises:
@@ -117,8 +117,9 @@ def recipes(words: list[str]) -> int:
 def config(words: list[str]) -> int:
     """Print the path of the accelerate config that `words` names, or the names of all."""
     parser = OneLineParser("trl-fsdp-qlora config", description="The path of an accelerate config, or all names.")
-    known = accelerate_config_names()
-    parser.add_argument("name", nargs="?", help=f"one of: {', '.join(known)}")
+    names = accelerate_config_names()
+    all_names = ", ".join(names)
+    parser.add_argument("name", nargs="?", help=f"one of: {all_names}")
     name = parser.parse_args(words).name
-    print(accelerate_config(name) if name else "\n".join(known))
+    print(accelerate_config(name) if name else "\n".join(names))
     return 0

@@ -21,22 +21,25 @@ def worked(row: dict) -> str | None:
     lines = []
     match = _INNERMOST.search(equation)
     while match is not None:
-        innermost, left, sign, right = match[0], Fraction(match[1]), match[2], Fraction(match[3])
+        left = Fraction(match[1])
+        sign = match[2]
+        right = Fraction(match[3])
         if sign == "/" and right == 0:
             return None
         operation = _OPERATIONS[sign]
         value = operation(left, right)
-        lines.append(f"{_as_operand(left)} {sign} {_as_operand(right)} = {_as_text(value)}")
-        equation = equation.replace(innermost, str(value), 1)
+        line = f"{_as_operand(left)} {sign} {_as_operand(right)} = {_as_text(value)}"
+        lines.append(line)
+        equation = equation.replace(match[0], str(value), 1)
         match = _INNERMOST.search(equation)
     try:
-        value = Fraction(equation.strip())  # a number, because every operation is done
+        result = Fraction(equation.strip())  # a number, because every operation is done
         answer = Fraction(str(row["Answer"]))
     except ValueError:
         return None
-    if value != answer:
+    if result != answer:
         return None
-    lines.append(f"#### {_as_text(value)}")
+    lines.append(f"#### {_as_text(result)}")
     return "\n".join(lines)
 
 

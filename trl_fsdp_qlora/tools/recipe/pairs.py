@@ -50,8 +50,9 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
             f"{source} holds no pairs: each row is `chosen` and `rejected`, two texts or two conversations, and may "
             "have a `prompt`, which is one of them, too"
         )
-    for number, (chosen, rejected) in enumerate(zip(dataset["chosen"], dataset["rejected"], strict=True), 1):
-        for name, answer in (("chosen", chosen), ("rejected", rejected)):
+    answers = dataset.select_columns(["chosen", "rejected"])
+    for number, row in enumerate(answers, 1):
+        for name, answer in row.items():
             if not answer:
                 raise DatasetError(f"{source}, row {number}: {name} is empty; complete the row or leave it out")
     return dataset.map(_with_prompt, keep_in_memory=True)

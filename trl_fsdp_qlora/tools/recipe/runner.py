@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset
@@ -87,7 +87,7 @@ def build_trainer(cls: type, recipe: Recipe, train: Dataset, eval_dataset: Datas
     return trainer
 
 
-def run_recipe(trainer: Trainer, recipe: Recipe, test: Dataset | None) -> dict[str, Any]:
+def run_recipe(trainer: Trainer, recipe: Recipe, test: Dataset | None) -> dict[str, object]:
     """Measure, train, measure again, and save.
 
     The output folder then has adapter, `metrics.json`, the page of the run, `report.html`, and the

@@ -64,8 +64,10 @@ class Run:
         for counts in self.accuracy.values():
             n = counts["n"]
             low, high = wilson_interval(counts["correct"], n)
-            ranges.append(f"{100 * low:.1f} to {100 * high:.1f}%")
-            numbers[f"{n:,}"] = None
+            percents = f"{100 * low:.1f} to {100 * high:.1f}%"
+            ranges.append(percents)
+            number = f"{n:,}"
+            numbers[number] = None
         plural = "s" if len(ranges) > 1 else ""
         all_ranges = " and ".join(ranges)
         all_numbers = " and ".join(numbers)
@@ -168,8 +170,11 @@ def read_run(folder: Path) -> Run:
 def _steps(run: Run, state: Content) -> str:
     """How many steps of how many a run has logged."""
     done = f"{run.last_step:,}"
-    most = finite(state.take("max_steps", 0, int, float))
-    return f"{done} of {most:,}" if most and most > 0 else done
+    max_steps = state.take("max_steps", 0, int, float)
+    most = finite(max_steps)
+    if not most or most < 0:
+        return done
+    return f"{done} of {most:,}"
 
 
 def finite(value: object) -> float | None:
@@ -234,9 +239,12 @@ def _object_in(path: Path) -> Object:
 
 def _newest_state(folder: Path, notes: list[str]) -> Content:
     """The trainer's state with the most steps, of the folder itself or of a checkpoint."""
-    paths = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
+    of_checkpoints = folder.glob("checkpoint-*/trainer_state.json")
+    paths = [folder / "trainer_state.json", *of_checkpoints]
     states = [Content(path, notes) for path in paths]
-    return max(states, key=lambda state: _last_step(state.entries("log_history")))
+    last_steps = [_last_step(state.entries("log_history")) for state in states]
+    newest = last_steps.index(max(last_steps))
+    return states[newest]
 
 
 def _finite(logged: Sequence[Object], warnings: list[str]) -> list[Entry]:
