@@ -2,9 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from tests.promises.commands import TINY, run
+from tests.tiny import save_recipe_files
 from trl_fsdp_qlora.__main__ import main
 
 QWEN_7B = {
@@ -123,3 +126,19 @@ def test_a_run_that_does_not_fit_gets_lines_with_which_it_does(plan):
     line = next(line for line in printed.splitlines() if line.startswith("it fits with "))
     status, printed = plan(*rows, "--hardware", "18GB", *line.removeprefix("it fits with ").split())
     assert status == 0 and "it fits" in printed
+
+
+def test_a_run_shows_its_planned_peak_next_to_the_measured_ones(tmp_path, monkeypatch):
+    """In the metrics of its steps, and in its page."""
+    monkeypatch.chdir(tmp_path)
+    save_recipe_files(tmp_path)
+    status, text = run("grpo", *TINY, "--logging_steps", "1")
+    assert status == 0, text
+    history = json.loads(Path("run/metrics.json").read_text())["history"]
+    step = next(entry for entry in history if "memory/planned_mib" in entry)
+    assert step["memory/planned_mib"] > 0 and step["memory/generate_peak_mib"] > 0
+    data = re.search(r'id="data">(.*?)</script>', Path("run/report.html").read_text(), re.DOTALL)[1]
+    memory = next(chart for chart in json.loads(data)["charts"] if chart["title"] == "Memory")
+    values = {series["name"]: series["values"] for series in memory["series"]}
+    assert values["planned"] == [pytest.approx(step["memory/planned_mib"], rel=1e-5)]
+    assert values["generate"] == [pytest.approx(step["memory/generate_peak_mib"], rel=1e-5)]

@@ -258,13 +258,12 @@ def test_a_class_that_uses_a_weight_before_it_is_loaded_is_an_error(does, base, 
 
 
 @pytest.fixture
-def plain_products(monkeypatch):
+def plain_products():
     """The products of a shared base on CPUs, for an engine with a base of its own, too."""
-    from vllm.model_executor.layers import utils
+    from trl_fsdp_qlora.compat.vllm import plain_weights_on_cpu
 
-    from trl_fsdp_qlora.experimental.one_base import shared_base
-
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", shared_base._plain_product)
+    with plain_weights_on_cpu():
+        yield
 
 
 @pytest.mark.vllm
