@@ -214,6 +214,8 @@ class PackedModel:
             from .router_loss import router_sums
 
             sums_M2E = router_sums(router_logits, packed_row, self._experts_per_token(), forward.batches)
+            if not forward.sequences.needed_B.any():
+                sums_M2E = sums_M2E * 0.0  # of the one token that [`build_forest`] adds, which is padding
         forward.view.end(outputs.last_hidden_state)  # a trunk has kept its router logits, too
         hidden_TH = outputs.last_hidden_state.flatten(0, 1)
         hidden_NH = hidden_TH[packed_row.result_index_N.to(hidden_TH.device)]

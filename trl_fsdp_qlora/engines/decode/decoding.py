@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
@@ -193,7 +193,7 @@ class Decoding:
                         batch.drop_finished(synced_gpus)
         return torch.cat([input_ids[prompt_R], torch.stack(batch.columns, 1)], 1)
 
-    def with_images(self, batch: dict[str, Any], chunked: bool) -> dict[str, Any]:
+    def with_images(self, batch: "Vision", chunked: bool) -> "Vision":
         """`generate`'s arguments for prompts with images.
 
         `generate` runs the vision tower before it calls this loop. In two cases the pixels therefore stay here, and

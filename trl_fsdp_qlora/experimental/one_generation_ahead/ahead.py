@@ -20,19 +20,17 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import xxhash
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from ...compat.trl import GRPOTrainer
-from ...compat.trl_rollouts import Generated
+from ...compat.trl_rollouts import Generated, generating_by, log_rollout, with_environments
 from ...engines.vllm.adapter_sync import RolloutError
 from ...errors import UserError
 from ...trainers.rollouts.generation_batches import generate_every
-from ...utils.replaced import replaced
 from .drawing import Drawing, Drawn, Figures
 from .upcoming import UpcomingRows
 
@@ -148,7 +146,7 @@ class Batch:
         )
 
     @classmethod
-    def kept(cls, kept: dict[str, Any]) -> "Batch":
+    def kept(cls, kept: dict) -> "Batch":
         """The batch of which [`text`] has `kept`."""
         batch = cls(kept["asked"], kept["step"])
         batch.drawn = Drawn(
@@ -234,7 +232,9 @@ class RolloutsAhead:
             batch = self._take(rows)
         # Environments have begun and ended their episodes, so TRL gets others to reset.
         played = batch.drawn.environments is not None
-        environments = {"_environment_pool": self.drawing.resting(len(rows))} if played else {}
+        environments = nullcontext()
+        if played:
+            environments = with_environments(self.trainer, self.drawing.resting(len(rows)))
         waiting = [batch]
 
         def generate(prompts: list):
@@ -242,7 +242,7 @@ class RolloutsAhead:
                 return type(self.trainer)._generate(self.trainer, prompts)
             return self._hand_in(waiting.pop(), prompts)
 
-        with replaced(self.trainer, _generate=generate, **environments):
+        with generating_by(self.trainer, generate), environments:
             yield
 
     def _take(self, rows: list[dict]) -> Batch:
@@ -356,9 +356,8 @@ class RolloutsAhead:
         }
         calls_and_failures = (figures.tool_calls, figures.tool_failures)
         episodes = (figures.tool_mask, [""] * count, figures.completion_ids, None, *calls_and_failures, [])
-        finished = {"rollout_func": lambda *_: rollout, "_tool_call_loop": lambda *_: episodes}
-        with self.trainer.clock.phase("generate"), replaced(self.trainer, **finished):
-            GRPOTrainer._generate(self.trainer, [""] * count)
+        with self.trainer.clock.phase("generate"):
+            log_rollout(self.trainer, rollout, episodes)
 
     def _digest(self, rows: list[dict]) -> str:
         engine = vars(self.trainer.vllm_generation)

@@ -17,7 +17,7 @@ from typing import Any
 from datasets import Dataset, Image, List, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
-from ...errors import mistyped_path
+from ...errors import did_you_mean, mistyped_path
 from ..small_base import ADDITION, question_of, two_digit_pairs
 from . import reasoning_gym
 from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
@@ -40,6 +40,8 @@ _READERS = {
     ".tsv": ("csv", {"sep": "\t"}),
     ".parquet": ("parquet", {}),
 }
+# Suffixes of files that people name as their data, and that are not read.
+_OTHER_FILES = (".txt", ".xlsx", ".arrow", ".zip", ".gz", ".zst", ".py")
 # Columns of a source that do not become columns of its prompts. TRL hands columns to reward functions as keyword
 # arguments, next to arguments of its own. Pictures are read on the way.
 _NOT_HANDED_ON = {
@@ -154,11 +156,16 @@ def is_missing_path(source: str) -> bool:
     path = Path(source)
     if path.exists():
         return False
-    if path.suffix in _READERS or source.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2:
+    if _ends_like_data(path) or source.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2:
         return True
     if len(path.parts) == 2:
         return Path(path.parts[0]).is_dir()
     return bool(path.suffix and mistyped_path(source))
+
+
+def _ends_like_data(path: Path) -> bool:
+    """Whether the suffix of `path` is one of a file of rows, or nearly (`.jsnl`); of versions (`1.5B`) none is."""
+    return bool(did_you_mean(path.suffix.lower(), (*_READERS, *_OTHER_FILES), cutoff=0.7))
 
 
 def read_images(row: dict, source: str, row_name: str) -> list[dict]:

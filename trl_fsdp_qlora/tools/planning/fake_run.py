@@ -288,7 +288,8 @@ class FakeRun:
         """
         settings = self.settings
         row_B = np.arange(rows * batches)
-        step = _batch_of(row_B // settings.group_size, settings)
+        prompt_B = row_B // settings.group_size
+        step = _batch_of(prompt_B, settings)
         split = [step.rows(rows_of_batch) for rows_of_batch in np.split(row_B, batches)]
         limit = settings.values.get("tokens_per_pass")
         plan = None
@@ -338,8 +339,9 @@ class FakeRun:
                 mask = torch.ones(padded.rows, 1, padded.length, padded.length, dtype=torch.bool)
                 values = _hidden_states(few.causal, padded, mask)
                 if padded.scored:
+                    head = few.causal.get_output_embeddings()
                     values = values.flatten(0, 1)[torch.zeros(padded.scored, dtype=torch.long)]
-                    values = self._score(values, few.causal.get_output_embeddings().weight)
+                    values = self._score(values, head.weight)
             peaks.end_part()
             if grad:
                 values.sum().backward()
