@@ -63,7 +63,7 @@ def recipe_run(base, folder, kind=EfficientGRPOTrainer, config=EfficientGRPOConf
 def test_a_recipe_leaves_its_page_with_every_completion(base, tmp_path, kind, config, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["grpo.py", "--hub_token", "secret", "--output_dir", str(tmp_path)])
     each = recipe_run(base, tmp_path, kind, config)
-    assert " and report.html are in " in capsys.readouterr().out
+    assert " and report.html " in capsys.readouterr().out
     data = data_of(tmp_path / "report.html")
     completions = data["completions"]
     rows = completions["rows"]
@@ -110,8 +110,7 @@ def test_a_page_that_fails_is_a_warning(base, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("trl_fsdp_qlora.utils.nonfatal._warned", set())
     each = recipe_run(base, tmp_path)
     assert each.state.global_step == 2
-    assert "the page of the run failed (OSError: no space left on device); the run continues" in caplog.text
-    assert "keeping completions failed" in caplog.text
+    assert caplog.text.count("OSError: no space left on device") == 2
 
 
 class _EvaluateAfterEachStep(TrainerCallback):

@@ -62,8 +62,10 @@ def load_function(text: str) -> Callable:
     return function
 
 
-# How files of data end, which no name on the Hub does.
+# Suffixes of the files of rows that are read.
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+# Suffixes of files that people name as their data, and that are not read.
+_OTHER_FILES = (".txt", ".xlsx", ".arrow", ".zip", ".gz", ".zst", ".py")
 
 
 def is_missing_path(source: str) -> bool:
@@ -76,8 +78,14 @@ def is_missing_path(source: str) -> bool:
     if path.exists():
         return False
     is_spelled_as_path = source.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2
-    if path.suffix in DATA_SUFFIXES or is_spelled_as_path:
+    if is_spelled_as_path or _ends_like_data(path):
         return True
     if len(path.parts) == 2:
         return Path(path.parts[0]).is_dir()
     return bool(path.suffix and mistyped_path(source))
+
+
+def _ends_like_data(path: Path) -> bool:
+    """Whether the suffix of `path` is one of a file of rows, or nearly (`.jsnl`); of versions (`1.5B`) none is."""
+    suffixes = (*DATA_SUFFIXES, *_OTHER_FILES)
+    return bool(did_you_mean(path.suffix.lower(), suffixes, cutoff=0.7))
