@@ -27,6 +27,7 @@ MODELS = {
     "pictures": save_tiny_vision_model,
     "qlora": save_tiny_model,
     "rloo": save_tiny_model,
+    "running_total": save_tiny_model,
     "second_try": save_tiny_model,
     "self_distillation": save_tiny_model,
     "tools": lambda folder: save_tool_calling_model(folder, "multiply", {"a": 12, "b": 13}),
@@ -110,6 +111,17 @@ def test_wrong_answers_are_asked_again(run_example):
     environments = run_example("second_try")["trainer"].environments
     tries = [len(environment.tries) for environment in environments]
     assert 1 <= max(tries) <= 2
+
+
+def test_an_environment_of_verifiers(run_example, monkeypatch):
+    pytest.importorskip("verifiers", reason="needs the library verifiers: pip install -e '.[verifiers]'")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    try:
+        trainer = run_example("running_total")["trainer"]
+    finally:
+        sys.modules.pop("running_total", None)
+    logged = trainer.state.log_history[-1]
+    assert trainer.state.global_step == 2 and logged["environment/turns"] == logged["episodes/rows_mean"] == 2
 
 
 class Judge(BaseHTTPRequestHandler):

@@ -135,3 +135,32 @@ def json_calls(tokenizer):
     tokenizer.chat_template = "{%- set episodes = " + json.dumps(EPISODES) + " %}" + CHAT_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
     return tokenizer
+
+
+# A call for each step, and a thought before it. The last turn thinks nothing.
+THINKING_EPISODES = [
+    {"role": "user", "content": "Divide 90 by 15 and add 250."},
+    {"role": "assistant", "content": "<think>First 90 / 15.</think>", "tool_calls": call("90 / 15")},
+    {"role": "tool", "name": "calculate", "content": "6"},
+    {"role": "assistant", "content": "<think>Then 6 + 250.</think>", "tool_calls": call("6 + 250")},
+    {"role": "tool", "name": "calculate", "content": "256"},
+    {"role": "assistant", "content": "256"},
+    {"role": "user", "content": "Subtract 12 from 342, then multiply by 3."},
+    {"role": "assistant", "content": "<think>First 342 - 12.</think>", "tool_calls": call("342 - 12")},
+    {"role": "tool", "name": "calculate", "content": "330"},
+    {"role": "assistant", "content": "<think>Then 330 * 3.</think>", "tool_calls": call("330 * 3")},
+    {"role": "tool", "name": "calculate", "content": "990"},
+    {"role": "assistant", "content": "990"},
+]
+
+
+def thinking_calls(tokenizer):
+    """As `json_calls`, for `history: template`: the model thinks before each call, and the history of later turns
+    does not show it.
+    """
+    content = "(message.content or '')"
+    stripped = f"({content} if loop.index <= episodes | length else {content}.split('</think>')[-1])"
+    template = CHAT_TEMPLATE.replace(content, stripped)
+    tokenizer.chat_template = "{%- set episodes = " + json.dumps(THINKING_EPISODES) + " %}" + template
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    return tokenizer

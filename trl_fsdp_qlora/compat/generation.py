@@ -7,6 +7,7 @@ ours. If a release of transformers differs, [`MISFIT`] names the difference and 
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from typing import get_args
 
@@ -19,6 +20,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from ..utils.replaced import replaced
 from .signatures import misfits
 from .transformers import CACHE, cache_name
 
@@ -136,3 +138,8 @@ def takes_dynamic_cache(model: PreTrainedModel) -> bool:
 def prepares_inputs_itself(model: PreTrainedModel) -> bool:
     """Whether the model's class has its own method that turns `generate`'s arguments into a forward's."""
     return type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+
+
+def drawing_one_token(config: GenerationConfig) -> AbstractContextManager[None]:
+    """A block in which whoever draws by `config`, also TRL's own loop with its trainer's config, draws one token."""
+    return replaced(config, max_new_tokens=1)

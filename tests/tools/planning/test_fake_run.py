@@ -19,7 +19,7 @@ from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, setti
 from trl_fsdp_qlora.compat.fake_forms import _attention, drop_as_on_a_gpu
 from trl_fsdp_qlora.compat.fake_tensors import DeviceMode
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
-from trl_fsdp_qlora.engines.decode.decoding import _Batch
+from trl_fsdp_qlora.engines.decode.decoding import _DecodedRows
 from trl_fsdp_qlora.long_rows import tiles
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import Plan
@@ -321,7 +321,7 @@ def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_pat
     ids = torch.zeros(run.rollout_rows, 4, dtype=torch.long)
     rows = torch.arange(run.rollout_rows)
     sampling = tf.GenerationConfig(do_sample=True)
-    steps = _Batch(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
+    steps = _DecodedRows(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
 
     def step():
         logits = torch.zeros(run.rollout_rows, vocabulary)

@@ -161,9 +161,9 @@ def test_the_exit_status_says_whether_it_fits(tiny, monkeypatch, capsys):
     assert "fsdp2 on 4 × 24 GB" in capsys.readouterr().out  # the config has 8
     assert command([*line, "--hardware", "24GB x4", "--num_processes", "8"]) == 1
     printed = capsys.readouterr().out
-    assert "it does not fit: a machine has 4 cards for 8 ranks" in printed and "it fits" not in printed
+    assert "4 cards for 8 ranks" in printed and "it fits" not in printed
     command([*words(tiny, max_completion_length=400), "--hardware", "24GB", "--prompt_tokens", "113"])
-    assert "the 512 positions of the model; at most 399" in capsys.readouterr().out
+    assert "at most 399" in capsys.readouterr().out
 
 
 def test_rows_beyond_the_models_positions_are_a_warning(tiny):
@@ -174,7 +174,7 @@ def test_rows_beyond_the_models_positions_are_a_warning(tiny):
 
     assert warning(112) is None
     assert "at most 399" in warning(113)
-    assert "the prompts alone fill them" in warning(512)
+    assert "512 positions" in warning(512)
 
 
 def test_a_rank_plans_without_the_others(tmp_path, monkeypatch):

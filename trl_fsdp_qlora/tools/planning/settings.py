@@ -79,7 +79,10 @@ class Settings:
         if self.fp16 or launched == "fp16":
             return "float16"
         # TRL's default is bf16 if nothing is set; the accelerate config comes second.
-        return "bfloat16" if self.bf16 or self.bf16 is None or launched == "bf16" else None
+        is_bf16 = self.bf16 or self.bf16 is None
+        if is_bf16 or launched == "bf16":
+            return "bfloat16"
+        return None
 
     @property
     def optimizer(self) -> str:
