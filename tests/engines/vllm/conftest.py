@@ -73,7 +73,7 @@ ENGINES: dict = {}
 def ranks_are_forgotten():
     """TRL writes torchrun's variables for an engine in this process; any later test would be a rank with its port."""
     before = {name: os.environ.get(name) for name in TORCHRUN}
-    os.environ["MASTER_PORT"] = str(free_port())  # TRL takes 29500 if that is free, and so does another worker of pytest
+    os.environ["MASTER_PORT"] = str(free_port())  # TRL takes 29500 if it is free, and so does another worker
     yield
     for name, value in before.items():
         os.environ.pop(name, None)
