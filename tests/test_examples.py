@@ -174,6 +174,7 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.exhaustive
 def test_two_processes_on_a_cpu_share_a_4_bit_base(tmp_path):
     printed = run_two_processes("fsdp2_qlora_cpu", tmp_path, "--four-bits")
     assert printed.count("each process holds 0.50 of the 4-bit base") == 1

@@ -22,7 +22,7 @@ from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.engines.decode.decoding import _DecodedRows
 from trl_fsdp_qlora.long_rows import tiles
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.passes import Plan
+from trl_fsdp_qlora.prefix_sharing.passes import PassPlan
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
 from trl_fsdp_qlora.scoring import frozen_head, logprobs
@@ -111,7 +111,7 @@ def test_a_pass_peaks_where_it_was_planned(tmp_path, packed, checkpointing, use_
     assert planned(run, packed, grad) == pytest.approx(measured(run, built(run), packed, grad), rel=NEAR)
 
 
-def measured_step(run, model) -> tuple[int, Plan]:
+def measured_step(run, model) -> tuple[int, PassPlan]:
     """Peak bytes of an optimizer step on real tensors, by shared passes, and its passes."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
