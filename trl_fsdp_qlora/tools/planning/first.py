@@ -1,6 +1,6 @@
 """A recipe's plan before the model is loaded."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 from datasets import Dataset
@@ -20,13 +20,16 @@ from .plan import MemoryPlan, make_plan
 from .settings import from_config
 from .table import format_bytes
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
 # Number of training prompts whose lengths are read.
 _PROMPTS = 64
 _PROMPTS_WITH_IMAGES = 8
 
 
 def plan_first(
-    script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, checked: Checked
+    script: ScriptArguments, config: "TrainingArguments", model: ModelConfig, train: Dataset, checked: Checked
 ) -> MemoryPlan | None:
     """Plan a recipe's run on the main rank, and warn if it does not fit.
 
