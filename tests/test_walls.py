@@ -100,7 +100,7 @@ def test_what_is_imported_is_declared():
     benchmarks = sorted((ROOT / "benchmarks").glob("*.py"))
     ours = {PACKAGE.name, *(path.stem for path in benchmarks)}
     # Libraries that a user brings along; `triton` comes with torch's CUDA build.
-    optional = {"triton", "bitsandbytes", "vllm", "unsloth"}
+    optional = {"triton", "bitsandbytes", "vllm", "verifiers", "unsloth"}
     undeclared = {}
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *benchmarks]:
         is_library = path.is_relative_to(PACKAGE) and "tools" not in path.parts

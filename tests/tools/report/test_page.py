@@ -155,7 +155,7 @@ def test_numbers_that_are_not_finite(tmp_path):
     write_state(tmp_path, history)
     data, _, text = page_of(tmp_path)
     assert 30 not in charts(data)["Gradient norm"]["series"][0]["steps"]
-    assert "grad_norm was not finite in 1 logged step" in text
+    assert "grad_norm was not finite" in text
 
 
 def test_the_newest_checkpoint_of_a_run_that_is_not_finished(tmp_path):

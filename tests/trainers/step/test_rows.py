@@ -157,6 +157,11 @@ def draw(trainer):
 def assert_equal_losses(trainer, rows, tolerance=TOLERANCE):
     inputs = draw(trainer)
     assert "rows" in inputs
+    assert_equals_the_loop(trainer, rows, inputs, tolerance)
+    return inputs
+
+
+def assert_equals_the_loop(trainer, rows, inputs, tolerance=TOLERANCE):
     expected = plain_loss(trainer, rows, inputs)
     expected.backward()
     reference = gradients(trainer.model)
@@ -164,7 +169,6 @@ def assert_equal_losses(trainer, rows, tolerance=TOLERANCE):
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_equal_gradients(gradients(trainer.model), reference, tolerance)
-    return inputs
 
 
 OPTIONS = {
@@ -430,7 +434,7 @@ def test_a_checkpoint_between_two_generations(tmp_path):
 def test_t_spmo_refuses_rows(tmp_path):
     rows = episodes()
     trainer = make_trainer(tmp_path, rows, cls=TSPMOTrainer, config_cls=TSPMOConfig)
-    with pytest.raises(UserError, match="T-SPMO knows no episodes of several rows"):
+    with pytest.raises(UserError, match="T-SPMO"):
         draw(trainer)
 
 

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from ...compat.generation import drawing_one_token
 from ...compat.trl_rollouts import Turn, unwrapped_for_generation
+from ...errors import UserError
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
 from ...prefix_sharing.batch import PER_TOKEN
 from ...scoring.cpu_linear import beats_mkl
@@ -74,7 +75,15 @@ class Rollout:
             stock, turn: `GRPOTrainer._generate_single_turn` and its arguments.
             wrapped: the policy as it was prepared.
             settings: settings of transformers' `generate`; `None` if another engine generates.
+
+        Raises:
+            UserError: the first prompt has no tokens. TRL pads a batch in the first row's dtype, which is then float.
         """
+        if turn.prompt_ids and not len(turn.prompt_ids[0]):
+            raise UserError(
+                "a prompt of this batch has no tokens, and TRL cannot draw behind it; leave such rows out: "
+                "dataset.filter(lambda row: row['prompt'])"
+            )
         if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
             with restore_weights(self.accelerator.unwrap_model(wrapped)):
                 return stock(**turn._asdict())

@@ -87,6 +87,7 @@ def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[flo
     if is_import_path(name):
         return load_function(name)
     if name not in REWARDS:
-        known = f"{', '.join(REWARDS)}{did_you_mean(name, REWARDS)}"
-        raise UserError(f"unknown reward {name!r}; known: {known}; one of your own is my_rewards.py:function")
+        names = ", ".join(REWARDS)
+        hint = did_you_mean(name, REWARDS)
+        raise UserError(f"unknown reward {name!r}; known: {names}{hint}; one of your own is my_rewards.py:function")
     return REWARDS[name](answer_format) if name in _WITH_FORMAT else REWARDS[name]

@@ -4,10 +4,10 @@ An answer is compared with the right one, or a user's own function decides.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from datasets import Dataset
 from torch import nn
@@ -18,6 +18,7 @@ from ...engines.decode.completions import over_ranks
 from ...utils.stats import format_accuracy, wilson_interval
 from ..data import reasoning_gym
 from ..data.answers import (
+    Gold,
     answers_match,
     completion_text,
     extract_answer,
@@ -36,7 +37,8 @@ NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0
 class Evaluation:
     """Result of [`evaluate`].
 
-    Accuracies are fractions of `n` problems, `None` if nothing was sampled; `interval` is Wilson's 95%.
+    `correct` of `n` problems were right. `pass_at_1` and `pass_at_k` are the fractions, `pass_at_k` is `None` if
+    nothing was sampled, and `interval` is Wilson's 95% of `pass_at_1`.
 
     Two more counts of right greedy completions separate format from arithmetic. `strict` accepts an answer only in the
     places that [`required_answer`] reads, `lenient` what [`last_resort`] finds anywhere. They are `None` if a function
@@ -64,9 +66,12 @@ class Evaluation:
         return format_result(self.as_dict())
 
 
-def format_result(result: dict[str, Any]) -> str:
+def format_result(result: Mapping[str, float | None]) -> str:
     """One line for an [`Evaluation`] as a dict, as records have it."""
-    n, correct, strict, lenient = (result[name] for name in ("n", "correct", "strict", "lenient"))
+    n = result["n"]
+    correct = result["correct"]
+    strict = result["strict"]
+    lenient = result["lenient"]
     text = f"greedy pass@1 {format_accuracy(correct, n)}"
     # If no answer is in a marked place, the problems ask for none, and the first figure is enough.
     if strict is not None and (strict or lenient != correct):
@@ -97,7 +102,7 @@ class Scored(NamedTuple):
     passed_at_k: float
 
 
-def score_problem(greedy: Verdict, drawn: Sequence[Verdict], gold: object, answer_format: str) -> Scored:
+def score_problem(greedy: Verdict, drawn: Sequence[Verdict], gold: Gold | None, answer_format: str) -> Scored:
     """Compare a problem's completions with its answer, or take the verdicts.
 
     Args:
@@ -129,7 +134,7 @@ class _Problems:
         self.has_images = "images" in dataset.column_names
         without_images = dataset.remove_columns("images") if self.has_images else dataset
         self.rows = without_images.to_list()
-        self.golds: list[Any] = [None] * len(self.rows)
+        self.golds: list[Gold | None] = [None] * len(self.rows)
         if measurement.compares_answers:
             self.golds = [_right_answer(row, index) for index, row in enumerate(self.rows)]
 
@@ -141,7 +146,7 @@ class _Problems:
         return [row for row in rows for _ in range(repeats)]
 
 
-def _right_answer(row: dict, index: int) -> Any:
+def _right_answer(row: dict, index: int) -> Gold:
     if row.get("entry"):
         return reasoning_gym.accepts(row["entry"])
     return parse_gold(row["answer"], index)

@@ -4,7 +4,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import name_of
@@ -23,7 +22,7 @@ class Agent:
     tool_timeout: float | None = None  # seconds after which a call is an error that the model reads
     history: str = "append"  # what the model sees of its earlier turns, see `engines/decode/history.py`
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Arguments for TRL's trainer."""
         return {"tools": self.tools or None, "environment_factory": self.environment}
 
@@ -97,7 +96,7 @@ class Measurement:
     top_p: float = 1.0
     seed: int = 0
     answer_format: str = "auto"
-    template_options: dict[str, Any] = field(default_factory=dict)
+    template_options: dict[str, object] = field(default_factory=dict)
     agent: Agent | None = None
     max_tool_turns: int | None = None
     judge: Judge | None = None

@@ -1,13 +1,13 @@
 """A recipe's arguments, from a YAML file and the command line."""
 
 import inspect
+import itertools
 import os
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import yaml
 from transformers.hf_argparser import string_to_bool
@@ -114,7 +114,7 @@ class _Parser(OneLineParser, TrlParser):
 
 
 Words = Sequence[str] | None
-Defaults = Mapping[str, Any] | None
+Defaults = Mapping[str, object] | None
 
 
 def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> tuple:
@@ -134,10 +134,16 @@ def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults =
         if values.get(name) is not None and values[name] < least:
             raise ConfigError(f"{name}={values[name]} can only be a mistake: {reason}")
     try:
-        return tuple(kind(**{each.name: values[each.name] for each in fields(kind) if each.init}) for kind in types)
+        return tuple(_instance(cls, values) for cls in types)
     except (ValueError, ImportError) as error:  # raised by the types' own checks
         hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
+
+
+def _instance(cls: type, values: Mapping[str, object]) -> object:
+    """An instance of the dataclass `cls`, with the fields that its `__init__` takes from `values`."""
+    names = [item.name for item in fields(cls) if item.init]
+    return cls(**{name: values[name] for name in names})
 
 
 def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> Namespace:
@@ -175,8 +181,10 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
 def _print_help(parser: _Parser, types: Sequence[type], lists_all: bool) -> None:
     """Print the options that this package adds, or all of them with TRL's and transformers'."""
     ours = {"config", "help"}
-    for base in (base for kind in types for base in kind.__mro__):
-        if base.__module__.partition(".")[0] not in ("trl", "transformers"):
+    bases = itertools.chain.from_iterable(cls.__mro__ for cls in types)
+    for base in bases:
+        library, _, _ = base.__module__.partition(".")
+        if library not in ("trl", "transformers"):
             ours.update(inspect.get_annotations(base))
     hidden = [] if lists_all else [action for action in parser._actions if action.dest not in ours]
     for action in hidden:

@@ -8,7 +8,8 @@ from trl.data_utils import maybe_extract_prompt
 
 from ...errors import mistyped_path
 from ..data.answers import DatasetError
-from ..data.datasets import is_missing_path, read_rows
+from ..data.datasets import read_rows
+from ..data.import_path import is_missing_path
 from .arguments import ScriptArguments, option
 
 FIELDS = ("prompt", "chosen", "rejected")
@@ -49,8 +50,9 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
             f"{source} holds no pairs: each row is `chosen` and `rejected`, two texts or two conversations, and may "
             "have a `prompt`, which is one of them, too"
         )
-    for number, (chosen, rejected) in enumerate(zip(dataset["chosen"], dataset["rejected"], strict=True), 1):
-        for name, answer in (("chosen", chosen), ("rejected", rejected)):
+    answers = dataset.select_columns(["chosen", "rejected"])
+    for number, row in enumerate(answers, 1):
+        for name, answer in row.items():
             if not answer:
                 raise DatasetError(f"{source}, row {number}: {name} is empty; complete the row or leave it out")
     return dataset.map(_with_prompt, keep_in_memory=True)

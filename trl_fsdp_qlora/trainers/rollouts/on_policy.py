@@ -113,7 +113,10 @@ class OnPolicyRun(TrainerRun):
     def train(self, *args, **kwargs):
         self.look_ahead.forget()  # a run that broke off may have left a plan
         with nullcontext() if self.ahead is None else self.ahead.run():
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
+        if line := self.reward_values.line_if_none():
+            logger.warning(line)  # no error: the script that trains goes on, as with TRL
+        return result
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
         # Called once before each optimizer step; the previous step may have ended early.
