@@ -61,6 +61,10 @@ def test_a_wrong_loss_has_status_1(monkeypatch):
         ("--steps 0", "--steps 0 is not a number of steps"),
         ("--trainer sft", "'sft'"),
         ("--dataset nothing.jsonl", "'nothing.jsonl': there is no such file"),
+        # What the recipe's script refuses when it trains.
+        ("--accelerate_config fsdp2_qlora", "--accelerate_config"),
+        ("--value_samples 4", "--value_samples"),
+        ("--rewards nothing", "'nothing'"),
     ],
 )
 def test_what_cannot_be_compared_has_status_2(words, line):

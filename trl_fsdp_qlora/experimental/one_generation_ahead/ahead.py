@@ -77,7 +77,7 @@ def check_config(args: "GRPOConfig") -> None:
         )
 
 
-class Batch:
+class GenerationBatch:
     """This rank's part of a generation batch that is drawn by a thread, or was drawn.
 
     Args:
@@ -146,7 +146,7 @@ class Batch:
         )
 
     @classmethod
-    def kept(cls, kept: dict) -> "Batch":
+    def kept(cls, kept: dict) -> "GenerationBatch":
         """The batch of which [`text`] has `kept`."""
         batch = cls(kept["asked"], kept["step"])
         batch.drawn = Drawn(
@@ -177,7 +177,7 @@ class RolloutsAhead:
 
     def __init__(self, trainer: "EfficientGRPOTrainer"):
         self.trainer = trainer
-        self.batch: Batch | None = None
+        self.batch: GenerationBatch | None = None
         self.drawing = Drawing(trainer)
         self.upcoming: UpcomingRows | None = None
         self._send_weights = trainer.vllm_generation.sync_weights
@@ -245,7 +245,7 @@ class RolloutsAhead:
         with generating_by(self.trainer, generate), environments:
             yield
 
-    def _take(self, rows: list[dict]) -> Batch:
+    def _take(self, rows: list[dict]) -> GenerationBatch:
         """The batch for `rows`, and the next one is asked for. Collective."""
         trainer = self.trainer
         self._settle()
@@ -312,7 +312,7 @@ class RolloutsAhead:
             )
 
     def _begin(self, rows: list[dict]) -> None:
-        self.batch = Batch(self._digest(rows), self.trainer.state.global_step)
+        self.batch = GenerationBatch(self._digest(rows), self.trainer.state.global_step)
         self.batch.begin(self.drawing, rows)
 
     def _following_rows(self) -> list[dict] | None:
@@ -330,7 +330,7 @@ class RolloutsAhead:
         is_over = trainer.state.global_step + steps_until >= trainer.state.max_steps
         return None if is_over else self.upcoming.peek(place)
 
-    def _hand_in(self, batch: Batch, prompts: list) -> tuple:
+    def _hand_in(self, batch: GenerationBatch, prompts: list) -> tuple:
         """TRL's `_generate`: its figures of all ranks are taken, and the batch is returned."""
         trainer = self.trainer
         drawn = batch.drawn
@@ -432,7 +432,7 @@ class RolloutsAhead:
         self.stop()
         kept = {} if state is None else json.loads(state)
         if "figures" in kept:  # an earlier version kept something else, and the batch is drawn again
-            self.batch = Batch.kept(kept)
+            self.batch = GenerationBatch.kept(kept)
 
 
 def _users_methods(trainer: "EfficientGRPOTrainer", names: tuple[str, ...]) -> list[str]:

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compat import trl as trls
 from ...compat.fsdp import ddp_reduces
 from ...prefix_sharing.batch import Batch, Instructions
-from ...prefix_sharing.passes import Plan, Run
+from ...prefix_sharing.passes import PassPlan, PlannedForwards
 from ...prefix_sharing.prefix_cache import (
     GradAccumulator,
     attach_collected,
@@ -72,15 +72,15 @@ class StepScores:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PassPlan,
         batches: list[Batch],
         ends_update: bool,
         router_losses: Callable[[torch.Tensor], torch.Tensor],
     ):
         self.plan = plan
-        self.run = Run(plan)
+        self.run = PlannedForwards(plan)
         # If a batch is cut, a loss needs all of its values before there is a gradient.
-        self.without_gradients = Run(plan, ties_ends=False) if plan.passes_per_batch > 1 else None
+        self.without_gradients = PlannedForwards(plan, ties_ends=False) if plan.passes_per_batch > 1 else None
         self.router_losses = router_losses
         self.batches = batches
         self.ends_update = ends_update
@@ -207,7 +207,7 @@ class StepScores:
 
 
 def _run_pass(
-    run: Run,
+    run: PlannedForwards,
     number: int,
     model: nn.Module,
     batch: Batch,
