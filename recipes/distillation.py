@@ -25,7 +25,7 @@ with importing():
 
 def main() -> None:
     script, config, model = parse_recipe((ScriptArguments, DistillationConfig, ModelConfig))
-    check_recipe(script, config, model)
+    recipe = check_recipe(script, config, model)
     read_config(config.teacher_model_name_or_path, field="teacher_model_name_or_path")
     check_output_dir(script, config, model)
     prompts, test = load_data(script)
@@ -38,7 +38,7 @@ def main() -> None:
     )
     fit_threads(trainer.model)
     share_prompts(trainer)
-    run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
+    run_recipe(trainer, recipe, test)
 
 
 if __name__ == "__main__":

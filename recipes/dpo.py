@@ -26,7 +26,7 @@ with importing():
 
 def main() -> None:
     script, config, model = parse_recipe((DPOScriptArguments, EfficientDPOConfig, ModelConfig))
-    check_recipe(script, config, model)
+    recipe = check_recipe(script, config, model)
     pairs = read_pairs(script.pairs, script.dataset_split)
     check_output_dir(script, config, model)
     test = None if script.dataset is None else load_data(script)[1]
@@ -34,7 +34,7 @@ def main() -> None:
         model.model_name_or_path, args=config, train_dataset=pairs, **model_arguments(config, model)
     )
     trainer.card_info.settings = (script, model)
-    run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
+    run_recipe(trainer, recipe, test)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
     from trl_fsdp_qlora.tools.recipe.problems import load_held_out
     from trl_fsdp_qlora.tools.recipe.record import OF_THE_DATA, as_words, code_in, settings_in
-    from trl_fsdp_qlora.tools.recipe.runner import load_processing
+    from trl_fsdp_qlora.tools.recipe.rendering import load_processing
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
     from trl_fsdp_qlora.tools.run.one_line import pop_options
     from trl_fsdp_qlora.trainers.reporting.card import hardware, software

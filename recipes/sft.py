@@ -35,7 +35,7 @@ class SFTScriptArguments(ScriptArguments):
 
 def main() -> None:
     script, config, model = parse_recipe((SFTScriptArguments, SFTConfig, ModelConfig))
-    check_recipe(script, config, model)
+    recipe = check_recipe(script, config, model)
     check_output_dir(script, config, model)
     data = load_problems(script)
     test = to_measure(script, data)
@@ -49,7 +49,7 @@ def main() -> None:
     answers = [[{"role": "assistant", "content": answer}] if script.chat else answer for _, answer in taught]
     rows = Dataset.from_dict({"prompt": prompts, "completion": answers})
     trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=rows, **model_arguments(config, model))
-    run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
+    run_recipe(trainer, recipe, test)
 
 
 if __name__ == "__main__":

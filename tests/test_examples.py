@@ -27,6 +27,7 @@ MODELS = {
     "pictures": save_tiny_vision_model,
     "qlora": save_tiny_model,
     "rloo": save_tiny_model,
+    "running_total": save_tiny_model,
     "second_try": save_tiny_model,
     "self_distillation": save_tiny_model,
     "tools": lambda folder: save_tool_calling_model(folder, "multiply", {"a": 12, "b": 13}),
@@ -112,6 +113,17 @@ def test_wrong_answers_are_asked_again(run_example):
     assert 1 <= max(tries) <= 2
 
 
+def test_an_environment_of_verifiers(run_example, monkeypatch):
+    pytest.importorskip("verifiers", reason="needs the library verifiers: pip install -e '.[verifiers]'")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    try:
+        trainer = run_example("running_total")["trainer"]
+    finally:
+        sys.modules.pop("running_total", None)
+    logged = trainer.state.log_history[-1]
+    assert trainer.state.global_step == 2 and logged["environment/turns"] == logged["episodes/rows_mean"] == 2
+
+
 class Judge(BaseHTTPRequestHandler):
     """Replies to every second question with the answers in reverse, and to the others with prose."""
 
@@ -162,6 +174,7 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.exhaustive
 def test_two_processes_on_a_cpu_share_a_4_bit_base(tmp_path):
     printed = run_two_processes("fsdp2_qlora_cpu", tmp_path, "--four-bits")
     assert printed.count("each process holds 0.50 of the 4-bit base") == 1

@@ -38,6 +38,7 @@ ELSEWHERE = {
     "TRL, of a trainer with environments": "_environment_pool",
     "accelerate, where mixed precision keeps the forward that it wraps": "_original_forward",
     "transformers, of training arguments": "_n_gpu",
+    "verifiers, of an environment that serves": "_interception",
     "vLLM, of its module of model loaders": "_LOAD_FORMAT_TO_MODEL_LOADER",
     "this package, a mark on a model whose weights FSDP2 keeps gathered": "_is_gathered",
 }

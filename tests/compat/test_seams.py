@@ -114,8 +114,8 @@ def test_a_method_or_an_attribute_that_is_gone_is_one_line(tmp_path, caplog):
         setattr(Next, name, None)
     with caplog.at_level(logging.WARNING):
         trl_seams.check(grpo, Next)
-    (line,) = [record.getMessage() for record in caplog.records if "has no" in record.getMessage()]
-    assert line.startswith("this TRL's GRPOTrainer has no _tool_call_loop: as in stock TRL without episodes of")
+    (line,) = [record.getMessage() for record in caplog.records if "_tool_call_loop" in record.getMessage()]
+    assert "GRPOTrainer" in line and "as in stock TRL" in line
     del grpo._metrics
-    with pytest.raises(seams.MissingName, match="has no _metrics, which every step needs: pip install 'trl"):
+    with pytest.raises(seams.MissingName, match=r"_metrics.* pip install 'trl"):
         trl_seams.check(grpo, trl.GRPOTrainer)

@@ -49,7 +49,7 @@ def test_without_triton_one_line_is_logged(monkeypatch, caplog):
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     assert not any(triton_kernels.runs(kernel, on_gpu) for kernel in (Refused(), AlsoRefused(), Refused()))
     (line,) = caplog.messages
-    assert line == "torch operations run in place of this package's kernels: Triton is not installed, or too old"
+    assert "Triton" in line
 
 
 def test_the_line_comes_from_the_first_rank_only(monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Forwards that compute each token by itself, as transformers' classes of `long_rows/kinds.py` have them."""
+"""Forwards that compute each token by itself, as transformers' classes of `long_rows/known_modules.py` have them."""
 
 import types
 from collections.abc import Callable

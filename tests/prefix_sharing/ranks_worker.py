@@ -30,7 +30,7 @@ from tests.prefix_sharing.helpers import (
 )
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.problems import Scope
-from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
+from trl_fsdp_qlora.prefix_sharing.recurrent.known_layers import recurrent_layers
 
 
 def wrapped(wrapper, model):

@@ -377,7 +377,7 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
             two_part._mask(call, 2, 4, call.query),
             cascade._calls_on_cuda(layout, device, None),
             cascade._calls_on_cuda(layout, device, 3),
-            level_by_level._plan(layout, device),
+            level_by_level._calls(layout, device),
         ]
         for part in derived:
             kept = tensors(part)

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
+from torch.distributed.fsdp import FSDPModule
 
 from tests.tiny import lora
+from trl_fsdp_qlora.compat import fsdp
 from trl_fsdp_qlora.prefix_sharing import check
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.check import differences, rounding_unit, statistics
 from trl_fsdp_qlora.prefix_sharing.problems import PassType
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow
 
-from .helpers import COMPLETION, PROMPT, awkward_batch, build, make_batch, one_pass, prepared
+from .helpers import COMPLETION, PROMPT, assert_equals_stock, awkward_batch, build, make_batch, one_pass, prepared
 
 # The column of each completion's first token among values `(B, L - 1)`.
 FIRST = -COMPLETION
@@ -136,6 +138,15 @@ def test_no_gradient_is_left_behind():
     one_pass(model, sharing)
     assert sharing.status.packs
     assert all(p.grad is g and (g is None or (g == 1).all()) for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_another_release_of_torch_packs_under_fsdp2(monkeypatch):
+    """If FSDP2's private parts differ, the core uses none of them: this model has no state of FSDP2 at all."""
+    model, sharing = llama()
+    model.__class__ = type("Sharded", (FSDPModule, type(model)), {})
+    monkeypatch.setattr(fsdp, "misfit", lambda: pytest.fail("the core asked for private parts of FSDP2"))
+    assert_equals_stock(model, sharing)
+    assert sharing.status.compared and sharing.status.packs, sharing.describe()
 
 
 def test_each_kind_of_pass_is_compared_once():

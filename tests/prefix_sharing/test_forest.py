@@ -265,7 +265,7 @@ def test_segments_that_others_continue_have_the_shortest_length_of_a_state(short
 
 @pytest.mark.parametrize(
     ("hole", "reason"),
-    [((0, 3), "has holes"), ((0, 7), "has holes"), ((1, slice(5)), "begins with a label")],
+    [((0, 3), "holes"), ((0, 7), "holes"), ((1, slice(5)), "label")],
     ids=["prompt", "completion", "no prompt"],
 )
 def test_masks_with_holes_are_refused(hole, reason):

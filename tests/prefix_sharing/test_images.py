@@ -17,7 +17,7 @@ from trl_fsdp_qlora.compat.trl import rows_of_images
 from trl_fsdp_qlora.prefix_sharing import image_keys, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.batch import Batch, Instructions
-from trl_fsdp_qlora.prefix_sharing.check import compared_rows
+from trl_fsdp_qlora.prefix_sharing.compared_rows import compared_rows
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack, Scope
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
@@ -241,7 +241,7 @@ def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
     model.zero_grad()
     rows = [batch.rows(np.array([row])) for row in range(len(batch.input_ids))]
     plan = sharing.plan_step(rows, tokens_per_pass=batch.input_ids.shape[1])
-    run = passes.Run(plan)
+    run = passes.PlannedForwards(plan)
     assert plan.trunks.any() and plan.batches_per_pass == 1
     tokens = 0
     for number, row in enumerate(rows):

@@ -78,7 +78,7 @@ def run(model, batches, weights, plan=None, per_pass=1):
     model.zero_grad()
     values = []
     tokens = 0
-    run_of_plan = None if plan is None else passes.Run(plan)
+    run_of_plan = None if plan is None else passes.PlannedForwards(plan)
     for number in range(0, len(batches), per_pass):
         some = batches[number : number + per_pass]
         names = ("input_ids", "attention_mask", "labels")

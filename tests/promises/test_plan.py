@@ -2,35 +2,41 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from tests.promises.commands import TINY, run
+from tests.tiny import save_recipe_files
 from trl_fsdp_qlora.__main__ import main
 
-QWEN_7B = {
+MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
     "num_key_value_heads": 4,
-    "vocab_size": 152064,
+    "vocab_size": 32000,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
-IN_BF16 = 15.23e9 / 2**30  # 7.62e9 weights
+IN_LAYERS = 8 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192)  # weights of linear layers
+IN_EMBEDDING_AND_HEAD = 2 * 32000 * 2048
+ROUNDED = 0.006  # GiB are printed with two digits
+IN_BF16 = 2 * (IN_LAYERS + IN_EMBEDDING_AND_HEAD) / 2**30
 
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
-    """Runs the command in a folder with the config of a 7B; returns its exit status and what it printed."""
+    """Runs the command in a folder with a model's config; returns its exit status and what it printed."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words, **config):
         (tmp_path / "model").mkdir(exist_ok=True)
-        (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN_7B | config))
+        (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | config))
         recipe = [
             "--model_name_or_path",
             "model",
@@ -53,8 +59,9 @@ def plan(tmp_path, monkeypatch, capsys):
 
 def gib(printed: str, part: str) -> float:
     """The GiB of a part of the phase that is printed last."""
+    unit = re.search(r"(?m)^(GiB|MiB) per rank", printed)[1]
     line = next(line for line in printed.splitlines() if line.startswith(part))
-    return float(re.findall(r"[\d.]+", line.removeprefix(part))[-1])
+    return float(re.findall(r"[\d.]+", line.removeprefix(part))[-1]) / {"GiB": 1, "MiB": 1024}[unit]
 
 
 def launch(tmp_path, **keys) -> tuple[str, str]:
@@ -66,31 +73,29 @@ def launch(tmp_path, **keys) -> tuple[str, str]:
     return "--accelerate_config", "launch.yaml"
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [{"fsdp_reshard_after_forward": "false"}, {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}],
-    ids=str,
-)
-def test_weights_that_stay_gathered_are_counted(plan, tmp_path, keys):
-    status, printed = plan(*launch(tmp_path, **keys), "--hardware", "12GB x4")
+def test_weights_that_stay_gathered_are_counted(plan, tmp_path):
+    status, printed = plan(*launch(tmp_path), "--hardware", "2GB x4")
+    assert status == 0 and gib(printed, "gathered weights") < 0.6 * IN_BF16
+    status, printed = plan(
+        *launch(tmp_path, fsdp_reshard_after_forward="false"), "--tokens_per_pass", "512", "--hardware", "2GB x4"
+    )
     assert status == 1 and gib(printed, "gathered weights") > 0.9 * IN_BF16
-    status, printed = plan(*launch(tmp_path), "--hardware", "12GB x4")
-    assert status == 0 and gib(printed, "gathered weights") < 4
+    as_fsdp1 = launch(tmp_path, fsdp_version=1, fsdp_sharding_strategy="SHARD_GRAD_OP")
+    assert gib(plan(*as_fsdp1, "--hardware", "80GB x4")[1], "gathered weights") > 0.9 * IN_BF16
 
 
 def test_fsdp_without_sharding_holds_the_whole_base(plan, tmp_path):
-    status, printed = plan(
-        *launch(tmp_path, fsdp_version=1, fsdp_sharding_strategy="NO_SHARD"), "--hardware", "12GB x4"
-    )
-    assert status == 1 and gib(printed, "base, other weights") == pytest.approx(IN_BF16, rel=0.01)
+    words = launch(tmp_path, fsdp_version=1, fsdp_sharding_strategy="NO_SHARD")
+    assert gib(plan(*words, "--hardware", "80GB x4")[1], "base, other weights") == pytest.approx(IN_BF16, abs=ROUNDED)
 
 
-def test_a_base_in_awq_is_counted_in_its_bits(plan):
-    stored = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_a_base_that_is_stored_in_4_bits_is_counted_in_them(plan, method):
+    stored = {"quantization_config": {"quant_method": method, "bits": 4, "group_size": 128}}
     _, printed = plan("--hardware", "24GB", **stored)
-    # 6.53e9 weights of the layers in 4 bits; embedding and head stay in 16.
-    assert gib(printed, "base, 4-bit weights") == pytest.approx(6.53e9 / 2 / 2**30, rel=0.01)
-    assert gib(printed, "base, other weights") == pytest.approx(2 * 2 * 152064 * 3584 / 2**30, rel=0.01)
+    # Embedding and head stay in 16 bits.
+    assert gib(printed, "base, 4-bit weights") == pytest.approx(IN_LAYERS / 2 / 2**30, abs=ROUNDED)
+    assert gib(printed, "base, other weights") == pytest.approx(2 * IN_EMBEDDING_AND_HEAD / 2**30, abs=ROUNDED)
 
 
 @pytest.mark.parametrize("tokens", ["-1", "0"])
@@ -104,8 +109,8 @@ def test_a_launch_with_deepspeed_is_planned(plan):
     for stage in ("zero2", "zero3"):
         _, printed = plan("--accelerate_config", stage, "--hardware", "80GB x8")
         sizes[stage] = gib(printed, "base, other weights")
-    assert sizes["zero2"] == pytest.approx(IN_BF16, rel=0.01)
-    assert sizes["zero3"] == pytest.approx(IN_BF16 / 8, rel=0.01)
+    assert sizes["zero2"] == pytest.approx(IN_BF16, abs=ROUNDED)
+    assert sizes["zero3"] == pytest.approx(IN_BF16 / 8, abs=ROUNDED)
 
 
 def test_a_recipe_of_dpo_is_planned_as_json(plan):
@@ -118,8 +123,24 @@ def test_a_recipe_of_dpo_is_planned_as_json(plan):
 def test_a_run_that_does_not_fit_gets_lines_with_which_it_does(plan):
     """64 completions at once, of a batch that can be generated in parts."""
     rows = ["--per_device_train_batch_size", "8", "--num_generations", "8", "--gradient_accumulation_steps", "16"]
-    status, printed = plan(*rows, "--hardware", "18GB")
+    status, printed = plan(*rows, "--hardware", "3GB")
     assert status == 1
     line = next(line for line in printed.splitlines() if line.startswith("it fits with "))
-    status, printed = plan(*rows, "--hardware", "18GB", *line.removeprefix("it fits with ").split())
+    status, printed = plan(*rows, "--hardware", "3GB", *line.removeprefix("it fits with ").split())
     assert status == 0 and "it fits" in printed
+
+
+def test_a_run_shows_its_planned_peak_next_to_the_measured_ones(tmp_path, monkeypatch):
+    """In the metrics of its steps, and in its page."""
+    monkeypatch.chdir(tmp_path)
+    save_recipe_files(tmp_path)
+    status, text = run("grpo", *TINY, "--logging_steps", "1")
+    assert status == 0, text
+    history = json.loads(Path("run/metrics.json").read_text())["history"]
+    step = next(entry for entry in history if "memory/planned_mib" in entry)
+    assert step["memory/planned_mib"] > 0 and step["memory/generate_peak_mib"] > 0
+    data = re.search(r'id="data">(.*?)</script>', Path("run/report.html").read_text(), re.DOTALL)[1]
+    memory = next(chart for chart in json.loads(data)["charts"] if chart["title"] == "Memory")
+    values = {series["name"]: series["values"] for series in memory["series"]}
+    assert values["planned"] == [pytest.approx(step["memory/planned_mib"], rel=1e-5)]
+    assert values["generate"] == [pytest.approx(step["memory/generate_peak_mib"], rel=1e-5)]

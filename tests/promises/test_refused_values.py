@@ -73,6 +73,8 @@ VALUES = {
     "--prompt_template {question}{answer}": "{answer}: it would show the right answer",
     "--rewards nofile.py:f": "nofile.py:f: there is no such file",
     "--dataset data.jsnl": "there is no such file or folder; did you mean 'data.jsonl'?",
+    "--dataset nothing_near.jsnl": "there is no such file or folder",
+    "--dataset ./nothing": "there is no such file or folder",
     "--dataset broken.jsonl": "line 3 is no JSON",
     "--dataset messages.jsonl": "messages.jsonl, row 2: a message has no `content`, but role, text",
     "--dataset empty_answer.jsonl": "empty_answer.jsonl, row 2: the field 'answer' is empty",
@@ -118,6 +120,7 @@ def test_gpus_that_are_not_there():
 
 
 def test_evaluate_names_what_a_folder_lacks(tmp_path):
+    """At once: PEFT would ask the Hub for a folder without a config."""
     Path("empty").mkdir()
     assert "the folder has no adapter_config.json" in refusal("evaluate", "--adapter", "empty")
     # An adapter that a script has trained: no recipe's run is in its folder.

@@ -3,12 +3,9 @@
 Covers `trainers/rollouts/rewards.py`.
 """
 
-import json
-import subprocess
-import sys
-
 import pytest
 
+from tests.promises.commands import TINY, refusal
 from tests.tiny import lora, save_recipe_files, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, EfficientRLOOConfig, EfficientRLOOTrainer
 from trl_fsdp_qlora.errors import UserError
@@ -52,18 +49,22 @@ def test_the_first_batch_without_a_value_names_the_function(tmp_path, caplog, cl
     assert len(lines) == 1 and "the reward function silent" in lines[0]
 
 
-@pytest.mark.processes
-def test_a_recipe_without_any_reward_ends_with_status_2(tmp_path):
+@pytest.mark.parametrize(("cls", "config"), TRAINERS)
+def test_a_script_whose_rewards_never_had_a_value_ends_with_a_line(tmp_path, caplog, cls, config):
+    def last_line(*rewards) -> str:
+        caplog.clear()
+        trainer(cls, config, tmp_path, peft_config=lora(), reward=list(rewards), max_steps=2).train()
+        return caplog.records[-1].message if caplog.records else ""
+
+    assert "nothing was learned: silent, silent gave none of 16 completions" in last_line(silent, silent)
+    assert "nothing was learned" not in last_line(scores, silent)
+
+
+def test_a_recipe_without_any_reward_ends_with_status_2(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     save_recipe_files(tmp_path)
     (tmp_path / "silent.py").write_text(REWARD)
-    settings = {
-        "model_name_or_path": "base", "dataset": "data.jsonl", "rewards": ["silent.py:silent"], "max_steps": 2,
-        "output_dir": "run", "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "num_generations": 4,
-        "max_completion_length": 4, "use_peft": True, "skip_accuracy": True, "report_to": "none",
-    }  # fmt: skip
-    (tmp_path / "silent.yaml").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "trl_fsdp_qlora", "grpo", "--config", "silent.yaml"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 2, run.stderr
-    assert run.stderr.splitlines()[-1].startswith("error: nothing was learned: silent gave none of 8 completions")
+    words = ["--use_peft", "true", "--lora_target_modules", "q_proj", "--skip_accuracy", "true"]
+    line = refusal("grpo", *TINY, *words, "--rewards", "silent.py:silent")
+    assert line.startswith("nothing was learned: silent gave none of 4 completions")
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()  # it is whole all the same

@@ -1,6 +1,8 @@
 """`share_prompts`, `unshare_prompts` and `verify`: equal to stock TRL whatever a user's model holds or becomes."""
 
 import copy
+import logging
+import re
 
 import pytest
 import torch
@@ -132,3 +134,40 @@ def test_unshare_prompts_gives_the_model_back():
     assert unshare_prompts(ours) is ours
     assert [name for name, module in ours.named_modules() if "forward" in vars(module)] == forwards
     assert torch.equal(step(ours, group(2))[0], step(stock, group(2))[0])
+
+
+class Rows(torch.utils.data.Dataset):
+    """Two prompts of 20 tokens with four completions of 8 each, which begin differently."""
+
+    def __init__(self):
+        batch = group(3)
+        batch["input_ids"][:, 20] = torch.arange(40, 48)
+        batch["labels"][:, 20] = batch["input_ids"][:, 20]
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {name: x[row] for name, x in self.batch.items()}
+
+
+def test_the_first_step_of_a_shared_trainer_logs_how_many_tokens_it_computes(tmp_path, caplog):
+    stock, _ = models()
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path,
+        use_cpu=True,
+        per_device_train_batch_size=8,
+        max_steps=2,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = share_prompts(transformers.Trainer(stock, arguments, train_dataset=Rows()))
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    lines = [record.getMessage() for record in caplog.records if "Prompts are shared" in record.getMessage()]
+    assert len(lines) == 1  # of two steps the first
+    (computed, padded), (percent,) = re.findall(r"(\d+) of (\d+)", lines[0])[0], re.findall(r"(\d+)%", lines[0])
+    assert (int(computed), int(padded)) == (2 * 20 + 8 * 8, 8 * 28)
+    assert int(percent) == round(100 * (1 - 104 / 224))

@@ -137,7 +137,7 @@ def replace_experts(experts: nn.Module, dense: Callable) -> None:
         out = project(self, "down_proj", inner) * top_k_weights.reshape(-1, 1)
         return out.view(len(hidden), -1, out.shape[-1]).sum(1).to(hidden.dtype)
 
-    vars(forward)["computes_each_token"] = "experts"  # see `long_rows.kinds.per_token`
+    vars(forward)["computes_each_token"] = "experts"  # see `long_rows.known_modules.per_token`
     experts.forward = MethodType(forward, experts)
 
 

@@ -18,9 +18,9 @@ from ..utils.replaced import replaced
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import ParamWrapper
 
-# Kinds of adapters that change what a layer computes from one token, and look at no other token and at no row. Each
-# was compared (tests/compat/test_peft.py). A kind that is not here may average over a batch (Lily), choose by a
-# whole row (X-LoRA) or put tokens before it (prompt tuning).
+# Types of adapters (PEFT's names) that change what a layer computes from one token, and look at no other token and at
+# no row. Each was compared (tests/compat/test_peft.py). A type that is not here may average over a batch (Lily),
+# choose by a whole row (X-LoRA) or put tokens before it (prompt tuning).
 BY_TOKEN = {
     "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
     "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
@@ -46,13 +46,13 @@ def looks_beyond_tokens(model: nn.Module) -> str | None:
         The reason; `None` if all adapters, if any, compute each token by itself.
     """
     for name, config in (getattr(model, "peft_config", None) or {}).items():
-        kind = config.peft_type.value
+        adapter_type = config.peft_type.value
         if config.is_prompt_learning:
-            return f"the adapter {name!r} ({kind}) puts tokens or states of its own in front of every row"
+            return f"the adapter {name!r} ({adapter_type}) puts tokens or states of its own in front of every row"
         if getattr(config, "alora_invocation_tokens", None):
             return f"the adapter {name!r} (aLoRA) begins behind its invocation tokens, which it looks for in every row"
-        if kind not in BY_TOKEN:
-            return f"the adapter {name!r} ({kind}) is not known to compute each token by itself"
+        if adapter_type not in BY_TOKEN:
+            return f"the adapter {name!r} ({adapter_type}) is not known to compute each token by itself"
     return None
 
 

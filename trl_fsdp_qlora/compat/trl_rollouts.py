@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,6 +44,9 @@ SCORED_MEANS = ("entropy",)
 LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 PHI_MEAN = "vespo/phi_seq_mean"  # over completions
 GROUP_SPREAD = "frac_reward_zero_std"
+
+# What TRL's `_generate_and_score_completions` returns, and slices of it: the inputs of a loss.
+DrawnRows = dict[str, torch.Tensor | Sequence | None]
 
 _OF_EVERY_BATCH = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
@@ -133,6 +136,42 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
 def with_own_template(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     """A block in which TRL renders by the tokenizer's own chat template, and not by TRL's for training."""
     return replaced(trainer, chat_template=None)
+
+
+def generating_by(trainer: GRPOTrainer, generate: Callable[..., tuple]) -> AbstractContextManager[None]:
+    """A block in which TRL's generation of a batch calls `generate` in place of `_generate`.
+
+    A method of a subclass does not run either: `generate` returns what it has drawn already, or calls it.
+    """
+    return replaced(trainer, _generate=generate)
+
+
+def weighing(trainer: GRPOTrainer, weighs: bool) -> AbstractContextManager[None]:
+    """A block in which TRL's generation of a batch computes importance weights of vLLM's samples, or none."""
+    return replaced(trainer, vllm_importance_sampling_correction=weighs)
+
+
+def with_rollout_func(trainer: GRPOTrainer, rollout_func: Callable) -> AbstractContextManager[None]:
+    """A block in which TRL draws by `rollout_func`; the trainer's attribute is the user's function otherwise."""
+    return replaced(trainer, rollout_func=rollout_func)
+
+
+def with_environments(trainer: GRPOTrainer, pool: dict) -> AbstractContextManager[None]:
+    """A block in which TRL resets the environments of `pool`, in place of the trainer's."""
+    return replaced(trainer, _environment_pool=pool)
+
+
+def log_rollout(trainer: GRPOTrainer, rollout: dict, episodes: tuple) -> None:
+    """Let TRL's `_generate` log the figures of completions that were drawn elsewhere. Collective.
+
+    Args:
+        rollout: what a `rollout_func` returns.
+        episodes: what `_tool_call_loop` returns.
+    """
+    drawn = {"rollout_func": lambda *_: rollout, "_tool_call_loop": lambda *_: episodes}
+    texts = [""] * len(rollout["completion_ids"])
+    with replaced(trainer, **drawn):
+        trls.GRPOTrainer._generate(trainer, texts)
 
 
 def with_turns_by(trainer: GRPOTrainer, generate: Callable[..., tuple]) -> AbstractContextManager[None]:

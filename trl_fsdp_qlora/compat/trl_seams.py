@@ -90,14 +90,14 @@ def check(trainer: "Trainer", stock: type) -> None:
     Raises:
         MissingName: nothing can be trained without it.
     """
-    kind = stock.__name__.removesuffix("Trainer")
+    method = stock.__name__.removesuffix("Trainer")
     attributes = vars(trainer)
     # TRL sets some attributes only if they are used: of those with a feature of their own that is the feature's check.
     missing = [name for name in METHODS if not hasattr(stock, name)]
     missing += [name for name, seam in ATTRIBUTES.items() if not seam.without and name not in attributes]
     for name in missing:
         of, _, without = (METHODS | ATTRIBUTES)[name]
-        if kind not in of.split():
+        if method not in of.split():
             continue
         if not without:
             raise MissingName(f"this TRL's {stock.__name__} has no {name}, which every step needs: {INSTALL}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from trl.trainer import grpo_trainer
 
 from ..utils.replaced import replaced
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl.generation.vllm_generation import VLLMGeneration
     from vllm import LLM
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     # Further arguments of `vllm.LLM`, by their names.
     EngineArguments = Callable[[PreTrainedModel, Accelerator], dict[str, object]]
@@ -63,6 +65,46 @@ def llm_with(further: dict[str, object], wrap: Callable[[LLM], object] = lambda 
         return nullcontext()
 
     return replaced(vllm_generation, LLM=lambda **trls: wrap(start(**(trls | further))))
+
+
+@contextmanager
+def weights_created_in(
+    block_for: Callable[[int], AbstractContextManager], methods: Iterable[type[QuantizeMethodBase]]
+) -> Iterator[None]:
+    """Let vLLM create the weights of some kinds of layers inside `block_for(inputs of the layer)`.
+
+    vLLM's layers ask these classes for their weights, and vLLM has no argument for others.
+    """
+
+    def created_in_block(create: Callable) -> Callable:
+        def create_weights(method, layer, input_size_per_partition, *args, **kwargs):
+            with block_for(input_size_per_partition):
+                create(method, layer, input_size_per_partition, *args, **kwargs)
+
+        return create_weights
+
+    with ExitStack() as stack:
+        for method in methods:
+            stack.enter_context(replaced(method, create_weights=created_in_block(method.create_weights)))
+        yield
+
+
+def plain_weights_on_cpu() -> AbstractContextManager[None]:
+    """A context in which vLLM leaves the weights of its linear layers as they were loaded, on CPUs, too.
+
+    On CPUs it repacks a layer's weight for its kernels and drops the plain one, and has no option against it.
+    """
+    from vllm.model_executor.layers import utils as linears
+
+    repack = linears.dispatch_cpu_unquantized_gemm
+
+    def keep_plain(layer: nn.Module, remove_weight: bool) -> None:
+        if layer.weight.dim() == 2:
+            layer.cpu_linear = nn.functional.linear
+        else:  # of a convolution
+            repack(layer, remove_weight)
+
+    return replaced(linears, dispatch_cpu_unquantized_gemm=keep_plain)
 
 
 def skip_destroyed_groups(llm: LLM) -> None:

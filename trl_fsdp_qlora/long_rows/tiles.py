@@ -12,8 +12,8 @@ kept, and an MLP keeps its input before its tiles run. A norm behind the MLP, as
 MLP's backward computes its tile, too. If something else of the layer follows, and with re-entrant checkpoints,
 the MLP's forward runs once more.
 
-[`install`] replaces forwards of modules whose class is known (`kinds.py`), or that transformers dispatches as experts.
-Short rows, and modules with something unknown inside, run as before.
+[`install`] replaces forwards of modules whose class is known (`known_modules.py`), or that transformers dispatches as
+experts. Short rows, and modules with something unknown inside, run as before.
 """
 
 import types
@@ -30,11 +30,11 @@ from ..compat.deepspeed import is_zero3
 from ..compat.fake_tensors import without_repetition
 from ..compat.peft import looks_beyond_tokens
 from ..utils.random_state import RandomState
-from .kinds import kind_of
+from .known_modules import layer_part
 
 logger = logging.get_logger(__name__)
 
-# Tokens of a tile of "auto", by the kind of module. A 4-bit weight is dequantized once for each tile. Experts have
+# Tokens of a tile of "auto", by what the module is. A 4-bit weight is dequantized once for each tile. Experts have
 # larger tiles, because each token is multiplied by a few of them only.
 AUTO_TOKENS = {"MLP": 4096, "norm": 4096, "experts": 8192}
 # "auto" leaves rows of up to so many tiles whole.
@@ -71,20 +71,23 @@ def _why_whole(module: nn.Module) -> str | None:
         if part is not module and any(hooks):
             return f"{part_name} inside {class_name} has a hook, which would run once for each tile"
         # FSDP1 gives a module views of its one parameter, as plain attributes.
-        views = {name: x for name, x in vars(part).items() if isinstance(x, torch.Tensor)}
-        if "weight" in views or any(x.requires_grad for x in views.values()):
-            return f"a weight of {part_name} is part of one large parameter (FSDP1)"
-    if any(is_zero3(parameter) for parameter in module.parameters()):
-        return "DeepSpeed's ZeRO-3 gathers a layer in each of its calls, whose number differs between ranks"
+        for name, x in vars(part).items():
+            if isinstance(x, torch.Tensor) and (name == "weight" or x.requires_grad):
+                return f"a weight of {part_name} is part of one large parameter (FSDP1)"
+    for parameter in module.parameters():
+        if is_zero3(parameter):
+            return "DeepSpeed's ZeRO-3 gathers a layer in each of its calls, whose number differs between ranks"
     return None
 
 
 def _is_known(part: nn.Module) -> bool:
     """Whether a module inside of a known one computes each token by itself."""
     cls = type(part)
-    if cls.__module__.startswith(_KNOWN_PARTS) or cls in _KNOWN_CLASSES or cls.__name__ in _OF_BITSANDBYTES:
+    is_of_known_package = cls.__module__.startswith(_KNOWN_PARTS)
+    is_of_bitsandbytes = cls.__name__ in _OF_BITSANDBYTES
+    if is_of_known_package or is_of_bitsandbytes or cls in _KNOWN_CLASSES:
         return True
-    return kind_of(part) is not None
+    return layer_part(part) is not None
 
 
 # --- on a model ------------------------------------------------------------------------------------------------------
@@ -94,7 +97,7 @@ class Tiled:
     """What a module in tiles keeps: it is the module's attribute `token_tiles`.
 
     Attributes:
-        kind: of the module, see [`kind_of`].
+        layer_part: what the module is, see [`layer_part`].
         own_forward: the module's forward before.
         layer: the nearest module around it that may be checkpointed, a layer or the model.
         tokens_per_tile: a number of tokens, or `"auto"`.
@@ -103,8 +106,8 @@ class Tiled:
 
     norm: nn.Module | None = None
 
-    def __init__(self, kind: str, own_forward: Callable, layer: nn.Module | None, tokens_per_tile: int | str):
-        self.kind = kind
+    def __init__(self, layer_part: str, own_forward: Callable, layer: nn.Module | None, tokens_per_tile: int | str):
+        self.layer_part = layer_part
         self.own_forward = own_forward
         self.layer = layer
         self.tokens_per_tile = tokens_per_tile
@@ -115,8 +118,12 @@ class Tiled:
         if first.ndim not in (2, 3, 4):
             return None
         is_auto = self.tokens_per_tile == "auto"
-        size = AUTO_TOKENS[self.kind] if is_auto else int(self.tokens_per_tile)
-        longest_whole = size * _FEW_TILES if is_auto else size
+        if is_auto:
+            size = AUTO_TOKENS[self.layer_part]
+            longest_whole = size * _FEW_TILES
+        else:
+            size = int(self.tokens_per_tile)
+            longest_whole = size
         dim = _token_dim(first)
         # (B, T, H), (B, T, heads, D), (B, heads, T, D) or, of experts, (T, H)
         rows = first.shape[0] if dim else 1
@@ -129,7 +136,11 @@ class Tiled:
         if is_auto and not is_checkpointed and torch.is_grad_enabled():
             return None
         columns = max(1, size // rows)
-        return [slice(start, min(start + columns, tokens)) for start in range(0, tokens, columns)]
+        tiles = []
+        for start in range(0, tokens, columns):
+            end = min(start + columns, tokens)
+            tiles.append(slice(start, end))
+        return tiles
 
 
 def _token_dim(x: torch.Tensor) -> int:
@@ -148,7 +159,8 @@ def tile_size(value: int | str) -> int | str:
     size = value
     if isinstance(value, str) and value.isdecimal():
         size = int(value)
-    if size in ("auto", "off") or (type(size) is int and size > 0):
+    is_number = type(size) is int and size > 0
+    if size in ("auto", "off") or is_number:
         return size
     raise ValueError(f"mlp_tokens_per_tile={value!r} is unknown; use 'auto', 'off' or a number of tokens")
 
@@ -164,9 +176,9 @@ def install(model: nn.Module, tokens_per_tile: int | str = "auto") -> None:
 
 
 def _install_in(module: nn.Module, layer: nn.Module | None, tokens_per_tile: int | str) -> None:
-    kind = kind_of(module)
-    if kind is not None:
-        module.token_tiles = Tiled(kind, module.forward, layer, tokens_per_tile)
+    part = layer_part(module)
+    if part is not None:
+        module.token_tiles = Tiled(part, module.forward, layer, tokens_per_tile)
         module.forward = types.MethodType(_forward, module)
         return
     if hasattr(module, "gradient_checkpointing"):
@@ -225,10 +237,11 @@ def _forward(self, *args, **kwargs):
     if reason is not None:
         logger.warning_once("a long row runs without tiles: %s", reason)
         return tiled.own_forward(*args, **kwargs)
-    call, anchor, version = getattr(inputs[0], "token_tiles", (None, None, None))
-    is_norm_of_call = call is not None and call.norm is self and inputs[0]._version == version
+    first = inputs[0]
+    call, anchor, version = getattr(first, "token_tiles", (None, None, None))
+    is_norm_of_call = call is not None and call.norm is self and first._version == version
     if is_norm_of_call and torch.is_grad_enabled():
-        return call.run_norm(inputs[0], anchor)
+        return call.run_norm(first, anchor)
     names = tuple(kwargs)
     return _Call(self, tiles, inputs, names).run(inputs)
 
@@ -260,9 +273,12 @@ class _Call:
         modules = list(module.modules())
         if self.norm is not None:
             modules.append(self.norm)
-        parameters = [parameter for part in modules for parameter in part.parameters(recurse=False)]
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self.weights = list(dict.fromkeys(trained))  # each once
+        trained: dict[nn.Parameter, None] = {}  # each once, in order
+        for part in modules:
+            for parameter in part.parameters(recurse=False):
+                if parameter.requires_grad:
+                    trained[parameter] = None
+        self.weights = list(trained)
         self.grads: list[torch.Tensor | None] = [None, None]
         self.autocast_dtype = None
         if torch.is_autocast_enabled(self.device.type):
@@ -273,7 +289,7 @@ class _Call:
 
     def run(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The module's output."""
-        needs_gradient = any(x.requires_grad for x in (*inputs, *self.weights))
+        needs_gradient = bool(self.weights) or any(x.requires_grad for x in inputs)
         if not needs_gradient or not torch.is_grad_enabled():
             return self._in_tiles(self._call_function, inputs)
         # The inputs are kept before the tiles run: there the recomputation of a checkpointed layer may end.
@@ -291,7 +307,8 @@ class _Call:
 
     def _call_function(self, *inputs: torch.Tensor) -> torch.Tensor:
         count = len(inputs) - len(self.names)
-        by_name = dict(zip(self.names, inputs[count:], strict=True))
+        keyword_inputs = inputs[count:]
+        by_name = dict(zip(self.names, keyword_inputs, strict=True))
         return self.function(*inputs[:count], **by_name)
 
     def _in_tiles(self, function: Callable, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -311,15 +328,22 @@ class _Call:
         """The gradients of inputs and weights, for which `needs` is true; summed over the tiles."""
         needs_inputs = needs[: len(inputs)]
         needs_weights = needs[len(inputs) :]
-        input_grads = [torch.empty_like(x) if needed else None for x, needed in zip(inputs, needs_inputs, strict=True)]
+        input_grads: list[torch.Tensor | None] = []
+        for x, needed in zip(inputs, needs_inputs, strict=True):
+            input_grads.append(torch.empty_like(x) if needed else None)
         weights = [weight for weight, needed in zip(self.weights, needs_weights, strict=True) if needed]
         sums: dict[nn.Parameter, torch.Tensor] = {}
-        replayed = nullcontext() if self.random_state is None else self.random_state.again()
+        replayed: AbstractContextManager = nullcontext()
+        if self.random_state is not None:
+            replayed = self.random_state.again()
         with replayed, torch.enable_grad(), self._autocast():
             for tile in without_repetition(self.tiles, inputs[0]):
                 self._add_gradients_of(tile, inputs, input_grads, weights, sums)
         self.grads = [None, None]
-        weight_grads = [sums[weight].to(weight.dtype) if weight in sums else None for weight in self.weights]
+        weight_grads: list[torch.Tensor | None] = []
+        for weight in self.weights:
+            total = sums.get(weight)
+            weight_grads.append(None if total is None else total.to(weight.dtype))
         return input_grads + weight_grads
 
     def _add_gradients_of(
@@ -347,7 +371,10 @@ class _Call:
             # Sums of half-precision numbers would be rounded once for each tile.
             if part.dtype in (torch.bfloat16, torch.float16):
                 part = part.float()
-            sums[weight] = sums[weight].add_(part) if weight in sums else part
+            if weight in sums:
+                sums[weight].add_(part)
+            else:
+                sums[weight] = part
 
     def _gradients_of(
         self, tile: slice, inputs: tuple[torch.Tensor, ...], needs_inputs: list[bool], weights: list[nn.Parameter]
@@ -415,6 +442,8 @@ class _TakeGradient(torch.autograd.Function):
     def backward(ctx, grad):
         grads = ctx.call.grads
         before = grads[ctx.which]  # of another call of the norm
-        grads[ctx.which] = grad if before is None else before + grad
+        if before is not None:
+            grad = before + grad
+        grads[ctx.which] = grad
         anchor_grad = grad.new_empty(0)
         return None, None, anchor_grad, None

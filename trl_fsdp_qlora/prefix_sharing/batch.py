@@ -7,18 +7,27 @@ the last hidden state of every token.
 Suffixes of shapes: B rows of a batch, L columns of it or tokens of a row.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ..compat.peft import rows_have_adapters
 from ..compat.trl import Vision, rows_of_images
 from ..scoring.transfer import to_device, to_host
 from .problems import CannotPack
+
+if TYPE_CHECKING:
+    from .passes import Forward
+
+# The arguments of a call of a model, by name.
+Arguments = dict[str, Any]
 
 IGNORED_LABEL = -100
 # Arguments of models with an entry per image, and per token of a row.
@@ -32,8 +41,12 @@ READ_ON_HOST = ("image_grid_thw", *PER_TOKEN)
 
 def on_host(vision: Vision) -> Vision:
     """Vision arguments, with those that the host reads copied there in one transfer."""
-    read = {name: vision[name] for name in READ_ON_HOST if isinstance(vision.get(name), torch.Tensor)}
-    return {**vision, **to_host(read)}
+    to_read = {}
+    for name in READ_ON_HOST:
+        x = vision.get(name)
+        if isinstance(x, torch.Tensor):
+            to_read[name] = x
+    return {**vision, **to_host(to_read)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +62,7 @@ class Instructions:
 
     num_images: list[int] | None = None
     tokens_per_pass: int | None = None
-    forward: Any = None
+    forward: Forward | None = None
     of_trainer: bool = True
 
 
@@ -64,10 +77,17 @@ class Call:
         instructions: of the trainer.
     """
 
-    stock: Callable[..., Any]
-    arguments: dict[str, Any]
+    stock: Callable[..., ModelOutput]
+    arguments: Arguments
     of_backbone: bool = False
     instructions: Instructions = Instructions(of_trainer=False)
+
+    def stock_output(self, batch: Batch) -> ModelOutput:
+        """Returns what the forward of stock TRL computes for a batch: scores, or last hidden states without labels."""
+        arguments = batch.arguments()
+        if batch.labels is None:
+            return self.stock(use_cache=False, **arguments)
+        return self.stock(fused_lm_head=True, **arguments)
 
 
 @dataclass(eq=False)
@@ -92,7 +112,7 @@ class Batch:
     vision: Vision = field(default_factory=dict)
     num_images: list[int] | None = None
     router_loss: bool = False
-    num_items: Any = None
+    num_items: torch.Tensor | int | None = None
     last_columns: int = 0
     from_padding: torch.Tensor | None = None
 
@@ -110,14 +130,17 @@ class Batch:
             return torch.ones_like(self.input_ids, dtype=torch.bool)
         return self.attention_mask.bool()
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Arguments:
         """Returns the arguments of the forward call for this batch."""
-        arguments: dict[str, Any] = self.of_tokens()
+        arguments: Arguments = dict(self.of_tokens())
         if self.labels is None:
             del arguments["labels"]
         # After `rows` some tensors of images are on the host.
+        device = self.input_ids.device
         for name, x in self.vision.items():
-            arguments[name] = to_device(x, self.input_ids.device) if isinstance(x, torch.Tensor) else x
+            if isinstance(x, torch.Tensor):
+                x = to_device(x, device)
+            arguments[name] = x
         if self.router_loss:
             arguments["output_router_logits"] = True
         return arguments
@@ -127,39 +150,52 @@ class Batch:
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
 
     @classmethod
-    def joined(cls, batches: list["Batch"]) -> "Batch":
+    def joined(cls, batches: list[Batch]) -> Batch:
         """Returns batches of equal width joined into one."""
         if len(batches) == 1:
             return batches[0]
-        joined: dict = {}
-        for name in batches[0].of_tokens():
-            parts = [batch.of_tokens()[name] for batch in batches]
-            joined[name] = None if any(part is None for part in parts) else torch.cat(parts)
         parts_of_vision: dict[str, list[torch.Tensor]] = {}
+        num_images: list[int] = []
         for batch in batches:
             for name, x in batch.vision.items():
                 parts_of_vision.setdefault(name, []).append(x)
-        vision = {name: torch.cat(parts) for name, parts in parts_of_vision.items()}
-        num_images = None
-        if any(batch.num_images is not None for batch in batches):
-            num_images = []
-            for batch in batches:
-                num_images += batch.num_images or [0] * len(batch.input_ids)
-        needs_router_loss = any(batch.router_loss for batch in batches)
-        return cls(**joined, vision=vision, num_images=num_images, router_loss=needs_router_loss)
+            none_counted = [0] * len(batch.input_ids)
+            num_images += batch.num_images or none_counted
+        is_counted = any(batch.num_images is not None for batch in batches)
+        return cls(
+            input_ids=torch.cat([batch.input_ids for batch in batches]),
+            attention_mask=_joined([batch.attention_mask for batch in batches]),
+            labels=_joined([batch.labels for batch in batches]),
+            vision={name: torch.cat(parts) for name, parts in parts_of_vision.items()},
+            num_images=num_images if is_counted else None,
+            router_loss=any(batch.router_loss for batch in batches),
+        )
 
-    def rows(self, rows: np.ndarray) -> "Batch":
+    def rows(self, rows: np.ndarray) -> Batch:
         """Returns a batch of the rows with these indices."""
         tensors: dict = {}
         for name, x in self.of_tokens().items():
-            tensors[name] = None if x is None else x[to_device(torch.from_numpy(rows), x.device)]
+            if x is not None:
+                index = to_device(torch.from_numpy(rows), x.device)
+                x = x[index]
+            tensors[name] = x
         vision = self.vision
         num_images = None
         if vision:
-            counted = vision if self.num_images is None else {**vision, "num_images": self.num_images}
+            counted = dict(vision)
+            if self.num_images is not None:
+                counted["num_images"] = self.num_images
             vision = rows_of_images(on_host(counted), rows)
             num_images = vision.pop("num_images", None)
         return replace(self, vision=vision, num_images=num_images, from_padding=None, **tensors)
+
+
+def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Returns the tensors of batches as one; `None` if a batch has none."""
+    tensors = [part for part in parts if part is not None]
+    if len(tensors) < len(parts):
+        return None
+    return torch.cat(tensors)
 
 
 @dataclass
@@ -199,21 +235,44 @@ class Sequences:
         """Number of tokens of each row up to the one that predicts its last label, or of the whole row."""
         if self.needs_all:
             return self.lengths_B
-        width = self.scored_BL.shape[1]
-        return np.where(self.scored_BL.any(1), width - 1 - self.scored_BL[:, ::-1].argmax(1), 0)
+        return np.maximum(last_true(self.scored_BL), 0)
 
-    def rows(self, rows: np.ndarray) -> "Sequences":
+    def rows(self, rows: np.ndarray) -> Sequences:
         """Returns the rows with these indices."""
-        parts = {name: x[rows] for name, x in vars(self).items() if isinstance(x, np.ndarray)}
+        parts = {}
+        for name, x in vars(self).items():
+            if isinstance(x, np.ndarray):
+                parts[name] = x[rows]
         return replace(self, **parts)
+
+
+def last_true(is_BL: np.ndarray) -> np.ndarray:
+    """Returns the index of the last true column of each row; -1 for a row without any."""
+    width = is_BL.shape[1]
+    columns_behind_B = is_BL[:, ::-1].argmax(1)
+    return np.where(is_BL.any(1), width - 1 - columns_behind_B, -1)
+
+
+def from_column(x_BL: np.ndarray, first_B: np.ndarray) -> np.ndarray:
+    """Returns each row from its column `first_B` on. The columns behind its end repeat the last one."""
+    width = x_BL.shape[1]
+    columns_BL = np.arange(width) + first_B[:, None]
+    inside_BL = np.minimum(columns_BL, width - 1)
+    return np.take_along_axis(x_BL, inside_BL, axis=1)
 
 
 def encode(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor | None) -> torch.Tensor:
     """Returns all that the host has to know of a batch of text as one tensor `(B, L)` of int64."""
-    is_scored = torch.zeros_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORED_LABEL
+    if labels is None:
+        is_scored = torch.zeros_like(input_ids, dtype=torch.bool)
+    else:
+        is_scored = labels != IGNORED_LABEL
     is_scored[:, 0] = False  # no token predicts the first one, and stock leaves its label out as well
     code = input_ids.long() * 2 + is_scored
-    return code if attention_mask is None else torch.where(attention_mask.bool(), code, -1 - is_scored.long())
+    if attention_mask is None:
+        return code
+    code_of_padding = -1 - is_scored.long()
+    return torch.where(attention_mask.bool(), code, code_of_padding)
 
 
 def decode(code_BL: np.ndarray) -> Sequences:
@@ -228,19 +287,26 @@ def decode(code_BL: np.ndarray) -> Sequences:
     width = code_BL.shape[1]
     lengths_B = is_token.sum(1)
     offsets_B = np.where(lengths_B > 0, is_token.argmax(1), 0)
-    ends_B = width - is_token[:, ::-1].argmax(1)
-    if ((ends_B - offsets_B != lengths_B) & (lengths_B > 0)).any():
+    ends_B = last_true(is_token) + 1  # 0 for a row without tokens
+    if (ends_B - offsets_B != lengths_B).any():
         raise CannotPack("the attention mask of a row has holes")
     from_first_token_BL = code_BL
     if offsets_B.any():
-        columns = np.minimum(np.arange(width) + offsets_B[:, None], width - 1)
-        from_first_token_BL = np.take_along_axis(code_BL, columns, axis=1)
-    is_inside = np.arange(width) < lengths_B[:, None]
-    tokens_BL = np.where(is_inside, from_first_token_BL // 2, -1)
-    scored_BL = is_inside & (from_first_token_BL % 2 == 1)
+        from_first_token_BL = from_column(code_BL, offsets_B)
+    is_inside_BL = np.arange(width) < lengths_B[:, None]
+    token_BL = from_first_token_BL // 2
+    has_label_BL = from_first_token_BL % 2 == 1
+    scored_BL = is_inside_BL & has_label_BL
     if scored_BL[:, 0].any():
         raise CannotPack("a row begins with a label, which no token of it predicts")
-    return Sequences(tokens_BL, offsets_B, lengths_B, scored_BL, width, code_BL)
+    return Sequences(
+        tokens_BL=np.where(is_inside_BL, token_BL, -1),
+        offsets_B=offsets_B,
+        lengths_B=lengths_B,
+        scored_BL=scored_BL,
+        width=width,
+        code_BL=code_BL,
+    )
 
 
 # --- the arguments of a call -----------------------------------------------------------------------------------------
@@ -254,16 +320,21 @@ _FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions")
 
 
 @torch.compiler.disable
-def from_padding(arguments: dict[str, Any]) -> torch.Tensor | None:
+def from_padding(arguments: Arguments) -> torch.Tensor | None:
     """Whether the loss in a model's own forward predicts a label from padding, of which a packed row has no states.
 
     Returns:
         A bool without dimensions on the device; `None` if the arguments of the call have no loss, or no mask.
     """
-    labels, mask = map(arguments.get, ("labels", "attention_mask"))
-    if not (isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor)) or labels.shape != mask.shape:
+    labels = arguments.get("labels")
+    mask = arguments.get("attention_mask")
+    if not isinstance(labels, torch.Tensor) or not isinstance(mask, torch.Tensor):
         return None
-    return ((labels[:, 1:] != IGNORED_LABEL) & ~mask[:, :-1].bool()).any()
+    if labels.shape != mask.shape:
+        return None
+    is_predicted = labels[:, 1:] != IGNORED_LABEL
+    is_padding = ~mask[:, :-1].bool()
+    return (is_predicted & is_padding).any()
 
 
 @torch.compiler.disable
@@ -337,7 +408,7 @@ def _misfit(batch: Batch, of_backbone: bool) -> str | None:
     return None
 
 
-def further_output(base: PreTrainedModel, arguments: dict[str, Any]) -> str | None:
+def further_output(base: PreTrainedModel, arguments: Arguments) -> str | None:
     """Returns what a call of a backbone asks for next to last hidden states and router logits; `None` for nothing.
 
     Args:

@@ -1,8 +1,8 @@
 """What a model is, as far as packed passes have to know it: [`ModelFacts`], read once.
 
-They are read from a model's config, its modules and the tables of kinds (`attention/`, `recurrent/`,
+They are read from a model's config, its modules and the tables of known layers (`attention/`, `recurrent/`,
 `relative_positions.py`). A model with something that no table has runs as in stock TRL, for the reason that
-[`unsupported_reason`] returns. The first pass of each kind is compared with stock's in any case.
+[`unsupported_reason`] returns. The first pass of each type is compared with stock's in any case.
 
 Softcaps, sinks, the scale of attention and each layer's window are not among the facts: each layer passes them with
 its call, see [`attention.call.AttentionCall`].
@@ -23,8 +23,8 @@ from ..compat.signatures import is_of_library
 from .attention.backends import LAYER_TYPES as ATTENTION
 from .attention.implementation import BASES, implementation_of
 from .dropout import ATTENTION_NAMES, attention_reason
-from .recurrent.kinds import LAYER_TYPES as RECURRENT
-from .recurrent.kinds import continues_from_states, recurrent_layers
+from .recurrent.known_layers import LAYER_TYPES as RECURRENT
+from .recurrent.known_layers import continues_from_states, recurrent_layers
 from .recurrent.level_by_level import SHORTEST
 from .relative_positions import sees_distances, stock_positions
 
@@ -42,7 +42,7 @@ class ModelFacts:
         stamp: see [`Stamp`]; if the model's is another one, the facts have to be read again.
         layers: number of layers of one forward that know of packed rows.
         is_recurrent: whether some of them are recurrent.
-        mask_names: names under which the model looks up the masks of its kinds of layers, if it has attention layers.
+        mask_names: names under which the model looks up the masks of its types of layers, if it has attention layers.
         shortest_segment: the smallest number of tokens of a segment that others may continue.
         position_limit: see [`position_limit`].
         takes_positions: whether positions are an argument of the model.
@@ -135,7 +135,7 @@ _OF_ATTENTION = ("is_causal", *sorted(ATTENTION_NAMES))
 
 def stamp(model: PreTrainedModel) -> Stamp:
     """Returns the stamp of a model without wrappers. It is taken before each pass, so it has to be cheap."""
-    facts: list[Any] = []
+    facts: list[object] = []
     classes: dict[type[torch.nn.Module], None] = {}
     hooks: list[int] = []
     for name in _HOOKS:
@@ -171,21 +171,21 @@ def stamp(model: PreTrainedModel) -> Stamp:
     return Stamp(hash(tuple(facts)), hash(tuple(hooks)))
 
 
-def _attention_functions(model: PreTrainedModel, classes: Iterable[type]) -> list[Any]:
+def _attention_functions(model: PreTrainedModel, classes: Iterable[type]) -> list[object]:
     """Returns the name of the attention implementation, and the functions that compute attention and its positions.
 
     They are entries of transformers' registry, and functions of the files in which the modules' classes are.
     """
     name = implementation_of(model)
     base = BASES.get(name, name)
-    functions: list[Any] = [name, ALL_ATTENTION_FUNCTIONS.get(base)]
+    functions: list[object] = [name, ALL_ATTENTION_FUNCTIONS.get(base)]
     for file_name in dict.fromkeys(module_class.__module__ for module_class in classes):
         file = vars(sys.modules[file_name]) if file_name in sys.modules else {}
         functions += [file.get(function) for function in _FUNCTIONS_OF_ATTENTION]
     return functions
 
 
-def _settings(model: PreTrainedModel) -> list[Any]:
+def _settings(model: PreTrainedModel) -> list[object]:
     """Returns what of a config may be changed later, and is read by [`unsupported_reason`] and [`position_limit`]."""
     text = model.config.get_text_config(decoder=True)
     settings = [setting(text, name) for name in ("alibi", "is_causal", "use_bidirectional_attention")]
@@ -213,10 +213,15 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
 
 
 def has_unknown_states(model: PreTrainedModel) -> bool:
-    """Whether recurrent layers are of no registered kind. RecurrentGemma's keep states on its modules."""
+    """Whether recurrent layers are of no registered class. RecurrentGemma's keep states on its modules."""
     in_cache = {module.layer_idx for module in recurrent_layers(model)}
-    recurrent = sum(kind in _BOTH | RECURRENT for kind in layer_types(model.config.get_text_config(decoder=True)))
-    return len(in_cache) < recurrent or (model._is_stateful and not in_cache)
+    text = model.config.get_text_config(decoder=True)
+    recurrent = 0
+    for layer_type in layer_types(text):
+        if layer_type in _BOTH | RECURRENT:
+            recurrent += 1
+    keeps_states_elsewhere = model._is_stateful and not in_cache
+    return len(in_cache) < recurrent or keeps_states_elsewhere
 
 
 def layer_types(text: PreTrainedConfig) -> list[str]:
@@ -248,8 +253,8 @@ def keeps_keys(layer_type: str) -> bool:
 
 def attention_layers(model: PreTrainedModel) -> int:
     """Number of attention layers that one forward runs."""
-    types = layer_types(model.config.get_text_config(decoder=True))
-    return sum(kind in ATTENTION | _BOTH for kind in types)
+    text = model.config.get_text_config(decoder=True)
+    return sum(layer_type in ATTENTION | _BOTH for layer_type in layer_types(text))
 
 
 def position_limit(model: PreTrainedModel) -> float:

@@ -6,8 +6,8 @@ Every node of that tree at which rows part *could* be computed once for all of t
 that save enough tokens.
 
 A *segment* is a run of tokens `[depth, depth + length)` that a set of rows shares and that is computed once. A segment
-attends to itself, causally, and to all of its ancestors. The packed row has the segments in *stretches*, one for each
-kind and level:
+attends to itself, causally, and to all of its ancestors. The packed row has the segments in *stretches*, first those
+of inner segments, then those of leaves, one for each level:
 
     [ inner, level 0 | inner, level 1 | … | leaves, level 0 | leaves, level 1 | … ]
 
@@ -41,6 +41,11 @@ class Node(NamedTuple):
     @property
     def rows(self) -> int:
         return self.last - self.first + 1
+
+
+def parents_first(node: Node) -> tuple[int, int, int]:
+    """The key by which nodes of one prefix tree are sorted so that a node comes before the nodes inside it."""
+    return node.first, -node.last, node.depth
 
 
 @dataclass
@@ -93,11 +98,12 @@ class Forest:
         return self.segments - self.kept
 
     def stretches(self) -> list[slice]:
-        """Returns the runs of segments of one kind and level."""
-        kinds = np.stack([self.is_leaf, self.levels])[:, : self.computed]
-        borders = 1 + np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(0))
-        edges = [0, *borders.tolist(), self.computed]
-        return [slice(first, last) for first, last in itertools.pairwise(edges)]
+        """Returns the runs of neighbouring segments that are all inner ones, or all leaves, of one level."""
+        is_leaf = self.is_leaf[: self.computed]
+        levels = self.levels[: self.computed]
+        leaf_changes = is_leaf[1:] != is_leaf[:-1]
+        level_changes = levels[1:] != levels[:-1]
+        return runs_between(leaf_changes | level_changes)
 
     def descendants(self) -> list[dict[int, np.ndarray]]:
         """Returns for each level the computed segments below each of its segments, by that segment, both in order."""
@@ -106,10 +112,14 @@ class Forest:
         for level in reversed(range(int(self.levels.max(initial=0)))):
             ancestor_S = np.where(self.levels[ancestor_S] > level, self.parents[ancestor_S], ancestor_S)
             below = np.flatnonzero(self.levels[: self.computed] > level)
-            below = below[np.argsort(ancestor_S[below], kind="stable")]
+            by_ancestor = np.argsort(ancestor_S[below], kind="stable")
+            below = below[by_ancestor]
             ancestors, firsts = np.unique(ancestor_S[below], return_index=True)
-            by_level.append(dict(zip(ancestors.tolist(), np.split(below, firsts[1:]), strict=True)))
-        return by_level[::-1]
+            groups = np.split(below, firsts[1:])
+            descendants = dict(zip(ancestors.tolist(), groups, strict=True))
+            by_level.append(descendants)
+        by_level.reverse()
+        return by_level
 
     def queries(self) -> list[dict[int, np.ndarray]]:
         """Returns for each level of ancestors that has any the tokens that attend to each of them, both in order.
@@ -121,8 +131,10 @@ class Forest:
         for level in self.descendants():
             queries = {}
             for ancestor, segments in level.items():
-                runs = zip(self.starts[segments].tolist(), ends[segments].tolist(), strict=True)
-                queries[ancestor] = np.concatenate([np.arange(start, end) for start, end in runs])
+                runs = []
+                for segment in segments.tolist():
+                    runs.append(np.arange(self.starts[segment], ends[segment]))
+                queries[ancestor] = np.concatenate(runs)
             if queries:
                 levels.append(queries)
         return levels
@@ -134,7 +146,8 @@ class Forest:
         while ancestor >= 0:
             path.append(ancestor)
             ancestor = int(self.parents[ancestor])
-        return path[::-1]
+        path.reverse()
+        return path
 
     def part(self, segments: np.ndarray) -> tuple["Forest", list[int]]:
         """Returns the forest of a pass over the same rows that computes only some segments, in increasing order.
@@ -142,9 +155,12 @@ class Forest:
         The ancestors of these segments are kept from earlier passes. The indices that the kept segments have in this
         forest are returned, too.
         """
-        ancestors = {ancestor for segment in segments.tolist() for ancestor in self.path(segment)}
-        kept = sorted(ancestors.difference(segments.tolist()))
-        order = np.concatenate([segments, np.array(kept, dtype=int)])
+        computed = segments.tolist()
+        ancestors: set[int] = set()
+        for segment in computed:
+            ancestors.update(self.path(segment))
+        kept = sorted(ancestors.difference(computed))
+        order = np.array([*computed, *kept], dtype=int)
         # By segment of this forest: the segment of the pass, -1 for none.
         segment_of_pass = np.full(self.segments, -1)
         segment_of_pass[order] = np.arange(len(order))
@@ -156,12 +172,19 @@ class Forest:
         row, column = (index_BL >= 0).nonzero()
         index = index_BL[row, column]
         old_segment = np.repeat(np.arange(self.segments), self.lengths)[index]
+        index_in_segment = index - self.starts[old_segment]
         segment = segment_of_pass[old_segment]
         is_needed = segment >= 0
-        index_BL[row, column] = np.where(is_needed, starts[segment] + index - self.starts[old_segment], -1)
+        index_of_pass = starts[segment] + index_in_segment
+        index_BL[row, column] = np.where(is_needed, index_of_pass, -1)
         source = np.zeros(len(order), dtype=int)
+        needed_segment = segment[is_needed]
+        needed_row = row[is_needed]
         # Backwards, so that the first row that holds a segment is its source.
-        source[segment[is_needed][::-1]] = row[is_needed][::-1]
+        source[needed_segment[::-1]] = needed_row[::-1]
+        offset_S = None
+        if self.offset_S is not None:
+            offset_S = self.offset_S[order]
         forest = Forest(
             starts=starts,
             lengths=lengths,
@@ -173,7 +196,7 @@ class Forest:
             trees=segment_of_pass[self.trees[order]],
             index_BL=index_BL,
             kept=len(kept),
-            offset_S=None if self.offset_S is None else self.offset_S[order],
+            offset_S=offset_S,
         )
         return forest, kept
 
@@ -186,8 +209,17 @@ class Forest:
         lengths = self.lengths.copy()
         lengths[self.computed - 1] += tokens
         starts[self.computed :] += tokens
-        index_BL = np.where(self.index_BL >= self.tokens, self.index_BL + tokens, self.index_BL)
+        index_BL = self.index_BL.copy()
+        is_kept_BL = index_BL >= self.tokens
+        index_BL[is_kept_BL] += tokens
         return replace(self, starts=starts, lengths=lengths, index_BL=index_BL, filling=tokens)
+
+
+def runs_between(changes: np.ndarray) -> list[slice]:
+    """Returns the runs of equal neighbours in a list; `changes[i]`: whether entry i + 1 differs from entry i."""
+    borders = 1 + np.flatnonzero(changes)
+    edges = [0, *borders.tolist(), len(changes) + 1]
+    return [slice(first, last) for first, last in itertools.pairwise(edges)]
 
 
 def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -200,17 +232,23 @@ def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.nda
     Returns:
         `(order, common)`, `(B,)` and `(B - 1,)`.
     """
-    is_behind = np.arange(tokens_BL.shape[1]) >= lengths_B[:, None]
+    width = tokens_BL.shape[1]
+    is_behind_BL = np.arange(width) >= lengths_B[:, None]
     # A number that no token has separates a row that ends from rows that continue.
-    tokens_BL = np.ascontiguousarray(np.where(is_behind, np.iinfo(tokens_BL.dtype).min, tokens_BL))
+    end = np.iinfo(tokens_BL.dtype).min
+    tokens_BL = np.where(is_behind_BL, end, tokens_BL)
     # Any order of whole tokens will do. The order of their bytes is one.
     keys = [row.tobytes() for row in tokens_BL]
-    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=int)
+    rows = sorted(range(len(keys)), key=keys.__getitem__)
+    order = np.array(rows, dtype=int)
     tokens_BL = tokens_BL[order]
     lengths_B = lengths_B[order]
-    differs = tokens_BL[1:] != tokens_BL[:-1]
-    first_difference = np.where(differs.any(1), differs.argmax(1), tokens_BL.shape[1])
-    return order, np.minimum(first_difference, np.minimum(lengths_B[1:], lengths_B[:-1])).astype(int)
+    # Each row but the first is compared with the row before it.
+    differs_BL = tokens_BL[1:] != tokens_BL[:-1]
+    first_difference_B = np.where(differs_BL.any(1), differs_BL.argmax(1), width)
+    shorter_B = np.minimum(lengths_B[1:], lengths_B[:-1])
+    common_B = np.minimum(first_difference_B, shorter_B)
+    return order, common_B.astype(int)
 
 
 def sorted_rows(
@@ -223,11 +261,14 @@ def sorted_rows(
     needed = np.flatnonzero(lengths_B)
     order, common = sort_by_prefix(tokens_BL[needed], lengths_B[needed])
     rows = needed[order]
-    if spans_B2 is not None:
-        for i in range(len(common)):
-            for first, last in spans_B2[rows[i : i + 2]]:
-                if first < common[i] <= last:
-                    common[i] = first
+    if spans_B2 is None:
+        return rows, common
+    spans = spans_B2[rows]
+    for i in range(len(common)):
+        for first, last in spans[i : i + 2]:
+            cuts_image = first < common[i] <= last
+            if cuts_image:
+                common[i] = first
     return rows, common
 
 
@@ -238,12 +279,14 @@ def prefix_nodes(common: np.ndarray) -> list[Node]:
     """
     nodes = []
     open_nodes = []  # (depth, first row), in the order of increasing depth
-    for row, depth in enumerate([*common.tolist(), 0], start=1):
-        first = row - 1
+    depths = [*common.tolist(), 0]  # at the end every node is closed
+    for last, depth in enumerate(depths):
+        first = last
         while open_nodes and open_nodes[-1][0] > depth:
             closed_depth, first = open_nodes.pop()
-            nodes.append(Node(closed_depth, first, row - 1))
-        if depth and (not open_nodes or open_nodes[-1][0] < depth):
+            nodes.append(Node(closed_depth, first, last))
+        is_new = not open_nodes or open_nodes[-1][0] < depth
+        if depth and is_new:
             open_nodes.append((depth, first))
     return nodes
 
@@ -288,14 +331,20 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
             continue
         above = chosen_above(node)
         below = chosen_below(node)
-        length = node.depth if above is None else node.depth - above.depth
-        is_too_short = any(child.depth - node.depth < min_length for child in below)
-        if length < min_length or is_too_short:
+        length = node.depth
+        if above is not None:
+            length -= above.depth
+        lengths_below = [child.depth - node.depth for child in below]
+        shortest = min([length, *lengths_below])
+        if shortest < min_length:
             continue
         # The segments that would continue the node: one for each chosen node below it, one for each other row.
-        segments_below = node.rows - sum(child.rows - 1 for child in below)
+        segments_below = node.rows
+        for child in below:
+            segments_below -= child.rows - 1
         saved = (segments_below - 1) * length
-        if saved >= MIN_SAVED_BY_LEVEL + MIN_SAVED_FRACTION * tokens_below[node]:
+        price = MIN_SAVED_BY_LEVEL + MIN_SAVED_FRACTION * tokens_below[node]
+        if saved >= price:
             chosen.add(node)
     return [node for node in nodes if node in chosen]
 
@@ -316,14 +365,22 @@ def _links(nodes: list[Node]) -> tuple[dict[Node, list[Node]], dict[Node, Node]]
 
 def _tokens_below(nodes: list[Node], children: dict[Node, list[Node]], lengths: np.ndarray) -> dict[Node, int]:
     """Returns the number of tokens that the rows of each node have behind it, each beginning counted once."""
-    behind_start = np.concatenate([[0], np.cumsum(lengths)])
+    total = np.cumsum(lengths)
+    tokens_before_row = [0, *total.tolist()]
+
+    def behind(depth: int, rows: Node) -> int:
+        """Returns the number of tokens that the rows of a node have behind the first `depth` ones."""
+        tokens_of_rows = tokens_before_row[rows.last + 1] - tokens_before_row[rows.first]
+        return tokens_of_rows - rows.rows * depth
+
     tokens: dict[Node, int] = {}
     for node in nodes:  # children before their parents
-        rows = int(behind_start[node.last + 1] - behind_start[node.first]) - node.rows * node.depth
+        tokens[node] = behind(node.depth, node)
         for child in children[node]:
-            of_rows = int(behind_start[child.last + 1] - behind_start[child.first]) - child.rows * node.depth
-            rows += tokens[child] + child.depth - node.depth - of_rows
-        tokens[node] = rows
+            # In place of the child's rows: its own tokens once, and those below it.
+            tokens[node] -= behind(node.depth, child)
+            tokens[node] += child.depth - node.depth
+            tokens[node] += tokens[child]
     return tokens
 
 
@@ -334,13 +391,24 @@ def _best_single_level(nodes: list[Node], children: dict[Node, list[Node]], min_
     roots = set(nodes)
     for node in nodes:
         roots.difference_update(children[node])
-        saved = (node.rows - 1) * node.depth if node.depth >= min_length else 0
-        saved_below = sum(best[child][0] for child in children[node])
+        saved = 0
+        if node.depth >= min_length:
+            saved = (node.rows - 1) * node.depth
+        saved_below = 0
+        chosen_below: list[Node] = []
+        for child in children[node]:
+            saved_by_child, chosen_by_child = best[child]
+            saved_below += saved_by_child
+            chosen_below += chosen_by_child
         if saved and saved >= saved_below:
             best[node] = saved, [node]
         else:
-            best[node] = saved_below, [chosen for child in children[node] for chosen in best[child][1]]
-    return [chosen for root in roots for chosen in best[root][1]]
+            best[node] = saved_below, chosen_below
+    chosen: list[Node] = []
+    for root in roots:
+        _, chosen_in_tree = best[root]
+        chosen += chosen_in_tree
+    return chosen
 
 
 def build_forest(
@@ -366,38 +434,38 @@ def build_forest(
 
 def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape: tuple[int, int]) -> Forest:
     """Returns the forest in which `nodes` are computed once, for sorted `rows` of the batch and their `lengths`."""
-    pieces, parents = _pieces(lengths, nodes)
-    ends, first, last = (np.array(column, dtype=int) for column in zip(*pieces, strict=True))
-    levels = np.zeros(len(pieces), dtype=int)
-    for piece, parent in enumerate(parents.tolist()):  # parents before their children
-        levels[piece] = levels[parent] + 1 if parent >= 0 else 0
-    depths = np.where(parents >= 0, ends[parents], 0)
-    segment_lengths = ends - depths
-    source = rows[first]
-    # An inner piece without any piece below it (equal rows) is a leaf.
-    is_leaf = ~np.isin(np.arange(len(pieces)), parents)
-    order = _row_order(parents, levels, segment_lengths, is_leaf, first)
+    pieces, parent_of_piece = _pieces(lengths, nodes)
+    order = _row_order(pieces, parent_of_piece)
+    ends, first, last = np.array(pieces, dtype=int)[order].T
     segment_of_piece = np.empty(len(order), dtype=int)
     segment_of_piece[order] = np.arange(len(order))
-    parents = np.where(parents >= 0, segment_of_piece[parents], -1)[order]
-    starts = np.cumsum(segment_lengths[order]) - segment_lengths[order]
+    parent_piece = parent_of_piece[order]
+    has_parent = parent_piece >= 0
+    parents = np.where(has_parent, segment_of_piece[parent_piece], -1)
+    depths = np.where(has_parent, ends[parents], 0)
+    segment_lengths = ends - depths
+    segment_ends = np.cumsum(segment_lengths)
+    starts = segment_ends - segment_lengths
+    levels = np.zeros(len(order), dtype=int)
     trees = np.arange(len(order))
-    for segment in np.argsort(levels[order], kind="stable"):  # parents before their children
-        if parents[segment] >= 0:
-            trees[segment] = trees[parents[segment]]
     index_BL = np.full(shape, -1)
-    for segment, piece in enumerate(order):
-        tokens = np.arange(starts[segment], starts[segment] + segment_lengths[piece])
-        columns = slice(depths[piece], depths[piece] + segment_lengths[piece])
-        index_BL[rows[first[piece] : last[piece] + 1], columns] = tokens
+    # In the order of the pieces, parents come before their children.
+    for segment in segment_of_piece.tolist():
+        parent = parents[segment]
+        if parent >= 0:
+            levels[segment] = levels[parent] + 1
+            trees[segment] = trees[parent]
+        rows_of_segment = rows[first[segment] : last[segment] + 1]
+        columns = slice(depths[segment], ends[segment])
+        index_BL[rows_of_segment, columns] = np.arange(starts[segment], segment_ends[segment])
     return Forest(
         starts=starts,
-        lengths=segment_lengths[order],
-        depths=depths[order],
+        lengths=segment_lengths,
+        depths=depths,
         parents=parents,
-        levels=levels[order],
-        is_leaf=is_leaf[order],
-        source=source[order],
+        levels=levels,
+        is_leaf=_is_leaf(parents),
+        source=rows[first],
         trees=trees,
         index_BL=index_BL,
     )
@@ -420,7 +488,7 @@ def _pieces(lengths: np.ndarray, nodes: list[Node]) -> tuple[list[Node], np.ndar
     parents: list[int] = []
     path: list[int] = []  # the pieces that contain the current one
     innermost_of_row = np.full(len(lengths), -1)
-    for node in sorted(nodes, key=lambda node: (node.first, -node.last, node.depth)):
+    for node in sorted(nodes, key=parents_first):
         while path and pieces[path[-1]].last < node.first:
             path.pop()
         parents.append(path[-1] if path else -1)
@@ -429,23 +497,36 @@ def _pieces(lengths: np.ndarray, nodes: list[Node]) -> tuple[list[Node], np.ndar
         pieces.append(node)
     for row, length in enumerate(lengths.tolist()):
         parent = int(innermost_of_row[row])
-        if length > (pieces[parent].depth if parent >= 0 else 0):
+        depth = pieces[parent].depth if parent >= 0 else 0
+        if length > depth:
             pieces.append(Node(length, row, row))
             parents.append(parent)
     return pieces, np.array(parents, dtype=int)
 
 
-def _row_order(parents, levels, lengths, is_leaf, first) -> np.ndarray:
+def _is_leaf(parents: np.ndarray) -> np.ndarray:
+    """Returns which segments are leaves. A node without any segment below it (equal rows) is a leaf, too."""
+    segments = np.arange(len(parents))
+    return ~np.isin(segments, parents)
+
+
+def _row_order(pieces: list[Node], parents: np.ndarray) -> np.ndarray:
     """Returns the pieces in the order of the packed row, see the module docstring."""
+    is_leaf = _is_leaf(parents)
     # Roots of equal length are neighbours, and so are siblings, so that they can be computed as one batch. At equal
     # length the order of the sorted rows decides.
-    path_keys: dict[int, tuple] = {}
+    path_keys: list[tuple] = []
+    for piece, parent in zip(pieces, parents.tolist(), strict=True):  # parents before their children
+        key_of_parent = ()
+        length = piece.depth
+        if parent >= 0:
+            key_of_parent = path_keys[parent]
+            length -= pieces[parent].depth
+        path_keys.append((*key_of_parent, (length, piece.first)))
 
-    def path_key(piece: int) -> tuple:
-        if piece not in path_keys:
-            above = path_key(parents[piece]) if parents[piece] >= 0 else ()
-            path_keys[piece] = (*above, (int(lengths[piece]), int(first[piece])))
-        return path_keys[piece]
+    def place(piece: int) -> tuple:
+        level = len(path_keys[piece])
+        return bool(is_leaf[piece]), level, path_keys[piece]
 
-    pieces = range(len(parents))
-    return np.array(sorted(pieces, key=lambda piece: (is_leaf[piece], levels[piece], path_key(piece))), dtype=int)
+    order = sorted(range(len(pieces)), key=place)
+    return np.array(order, dtype=int)

@@ -11,7 +11,7 @@ E experts.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -29,9 +29,13 @@ from .forest import Forest, build_forest
 from .passes import Forward, PassRules
 from .problems import CannotPack
 from .ranks import is_sharded, reduced_over_ranks
-from .recurrent.kinds import recurrent_layers
-from .row import PackedRow, RowOptions, lay_out
+from .recurrent.known_layers import recurrent_layers
+from .row import PackedRow, PassRecord, RowOptions, lay_out
 from .row_mask import masks_of
+from .segments import join
+
+if TYPE_CHECKING:
+    from .images import Images
 
 # torch.compile compiles the model's own forward and no code of this room, because every batch has another layout and
 # would be traced again.
@@ -51,10 +55,10 @@ class TextAlone:
         return nullcontext()
 
 
-def images_of(model: PreTrainedModel) -> Any:
+def images_of(model: PreTrainedModel) -> "Images":
     """The [`images.Images`] of a model, or [`TextAlone`]: text needs nothing of the file on images."""
     if not hasattr(model.base_model, "get_image_features"):
-        return TextAlone(model)
+        return cast("Images", TextAlone(model))  # the other methods are called for batches with images alone
     from .images import Images
 
     return Images(model)
@@ -112,12 +116,14 @@ class PackedModel:
             raise CannotPack(f"rows of {width} positions switch the rotary tables at {self.facts.position_limit}")
         has_images = any(batch.has_images for batch in batches)
         codes = [encode(batch.input_ids, batch.attention_mask, batch.labels) for batch in batches]
-        to_send: dict[Any, torch.Tensor] = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
+        # What the host reads of images has the number of its batch and a name.
+        to_send: dict[str | tuple[int, str], torch.Tensor] = {"code": join(codes)}
         for number, batch in enumerate(batches):
             if batch.from_padding is not None:
                 to_send["from_padding"] = batch.from_padding
             if batch.has_images:
-                to_send.update({(number, name): x for name, x in self.images.to_send(batch).items()})
+                for name, x in self.images.to_send(batch).items():
+                    to_send[number, name] = x
         on_host = to_host(to_send)  # the host waits for the device here, once for all batches
         sequences = decode(on_host.pop("code").numpy())
         if "from_padding" in on_host and on_host.pop("from_padding"):
@@ -214,6 +220,8 @@ class PackedModel:
             from .router_loss import router_sums
 
             sums_M2E = router_sums(router_logits, packed_row, self._experts_per_token(), forward.batches)
+            if not forward.sequences.needed_B.any():
+                sums_M2E = sums_M2E * 0.0  # of the one token that [`build_forest`] adds, which is padding
         forward.view.end(outputs.last_hidden_state)  # a trunk has kept its router logits, too
         hidden_TH = outputs.last_hidden_state.flatten(0, 1)
         hidden_NH = hidden_TH[packed_row.result_index_N.to(hidden_TH.device)]
@@ -253,6 +261,30 @@ class PackedModel:
             arguments["output_router_logits"] = True
         with self.images.in_every_forward():
             return self.base.base_model(**arguments)
+
+    @but_for_the_model
+    def run_alone(self, batch: Batch) -> ModelOutput:
+        """Returns the output of one forward of some rows, for a comparison.
+
+        A layer that cannot be computed records the reason instead of raising, so that this rank reaches every
+        collective.
+
+        Raises:
+            CannotPack: a layer could not be computed, or layers did not see the packed row.
+        """
+        sequences = self.read(batch)
+        problems: list[str] = []
+        record = PassRecord(problems=problems)
+        forward = Forward(sequences, self.build_forest(sequences), record=record)
+        output = self.run(batch, forward)
+        calls = len(record.layer_calls)
+        layers = self.facts.layers
+        # Differential attention calls its function twice a layer.
+        if not calls or calls % layers:
+            problems.append(f"prefix-aware layers ran {calls} times in a forward of {layers}")
+        if problems:
+            raise CannotPack(problems[0])
+        return output
 
     # --- router losses -----------------------------------------------------------------------------------------------
 

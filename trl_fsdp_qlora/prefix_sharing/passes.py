@@ -1,8 +1,8 @@
 """Which forwards compute a call or an optimizer step, and which of them keep values for others.
 
-[`plan_call`] returns the forwards of a call that is cut into parts, [`plan_step`] the [`Plan`] of an optimizer step's
-micro-batches. A [`Run`] has the forwards of a plan, and the values that they keep for each other. A beginning that
-several passes share is computed once, with its gradient: a prompt whose group is cut in two.
+[`plan_call`] returns the forwards of a call that is cut into parts, [`plan_step`] the [`PassPlan`] of an optimizer
+step's micro-batches. [`PlannedForwards`] has the forwards of a plan, and the values that they keep for each other. A
+beginning that several passes share is computed once, with its gradient: a prompt whose group is cut in two.
 
 A packed pass computes a beginning once for its own rows. The rows of an optimizer step may not fit into one pass (one
 completion in each micro-batch, a group larger than memory). Then a forward of its own, a *trunk*, computes their
@@ -101,8 +101,8 @@ class Forward:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """The passes that compute the rows of a call or of an optimizer step. It holds no tensor; a [`Run`] runs it.
+class PassPlan:
+    """The passes that compute the rows of a call or of an optimizer step. It holds no tensor.
 
     Attributes:
         sequences: all rows.
@@ -133,21 +133,30 @@ class Plan:
         shares: bool = True,
         batches_per_pass: int = 1,
         passes_per_batch: int = 1,
-    ) -> "Plan":
+    ) -> "PassPlan":
         """Find the beginnings that these passes share; `shares`: whether they may. Collective if they may."""
         count = len(rows_of_pass)
-        if not shares:
-            trunks = np.zeros((count, count), dtype=bool)
-            return cls(sequences, rows_of_pass, rules, [], trunks, batches_per_pass, passes_per_batch)
-        pass_B = np.zeros(len(sequences.lengths_B), dtype=int)
-        for number, rows in enumerate(rows_of_pass):
-            pass_B[rows] = number
-        kept = shared_prefixes(sequences, pass_B, MIN_SAVED_BY_TRUNK, rules.min_length)
-        needed = np.zeros((count, count), dtype=int)
-        for node in kept:
-            needed[node.first, node.last] = 1
-        trunks = np.array(rules.reduce(needed.ravel().tolist(), "MAX")).reshape(count, count) > 0
-        return cls(sequences, rows_of_pass, rules, kept, trunks, batches_per_pass, passes_per_batch)
+        kept: list[SharedPrefix] = []
+        trunks = np.zeros((count, count), dtype=bool)
+        if shares:
+            pass_B = np.zeros(len(sequences.lengths_B), dtype=int)
+            for number, rows in enumerate(rows_of_pass):
+                pass_B[rows] = number
+            kept = shared_prefixes(sequences, pass_B, MIN_SAVED_BY_TRUNK, rules.min_length)
+            for node in kept:
+                trunks[node.first, node.last] = True
+            own = trunks.astype(int).ravel().tolist()
+            of_all_ranks = np.array(rules.reduce(own, "MAX"))
+            trunks = of_all_ranks.reshape(count, count) > 0
+        return cls(
+            sequences,
+            rows_of_pass,
+            rules,
+            kept,
+            trunks,
+            batches_per_pass=batches_per_pass,
+            passes_per_batch=passes_per_batch,
+        )
 
     @property
     def is_shared(self) -> bool:
@@ -162,7 +171,8 @@ class Plan:
     def fits(self, limit: int) -> bool:
         """Whether no pass, together with the trunks that are alive then, has more tokens with a graph than `limit`."""
         for number in range(len(self.rows_of_pass)):
-            tokens = self.forest_of_pass(number)[0].tokens
+            forest, _ = self.forest_of_pass(number)
+            tokens = forest.tokens
             for node in self.kept:
                 if node.first <= number <= node.last:
                     tokens += self._length(node)
@@ -172,32 +182,40 @@ class Plan:
 
     def _length(self, node: SharedPrefix) -> int:
         """Returns the number of tokens of a kept beginning that its parent does not have."""
-        return node.depth - (self.kept[node.parent].depth if node.parent >= 0 else 0)
+        if node.parent < 0:
+            return node.depth
+        return node.depth - self.kept[node.parent].depth
 
     def forest_of(self, number: int) -> tuple[Forest, dict[int, int]]:
         """Returns all segments of a pass's rows, and those of its kept nodes, which are found once."""
         if number not in self._forests:
-            rows = self.rows_of_pass[number]
             self._forests[number] = build_pass_forest(
-                self.sequences, self.kept, rows, self.rules.build_forest, self.rules.min_length
+                self.sequences,
+                self.kept,
+                self.rows_of_pass[number],
+                self.rules.build_forest,
+                self.rules.min_length,
             )
         return self._forests[number]
 
     def forest_of_trunk(self, number: int, nodes: list[int]) -> tuple[Forest, list[int]]:
         """Returns the forest of the forward that computes kept nodes of a pass, and the node of each kept segment."""
         forest, segment_of = self.forest_of(number)
-        return self._part(forest, segment_of, np.sort([segment_of[node] for node in nodes]))
+        segments = sorted(segment_of[node] for node in nodes)
+        return self._part(forest, segment_of, np.array(segments, dtype=int))
 
     def forest_of_pass(self, number: int) -> tuple[Forest, list[int]]:
         """Returns the forest of the forward that computes all else, and the node of each kept segment in it."""
         forest, segment_of = self.forest_of(number)
         if not segment_of:
             return forest, []
-        return self._part(forest, segment_of, np.setdiff1d(np.arange(forest.segments), list(segment_of.values())))
+        of_nodes = list(segment_of.values())
+        segments = np.setdiff1d(np.arange(forest.segments), of_nodes)
+        return self._part(forest, segment_of, segments)
 
     @staticmethod
     def _part(forest: Forest, segment_of: dict[int, int], segments: np.ndarray) -> tuple[Forest, list[int]]:
-        part, kept = forest.part(segments.astype(int))
+        part, kept = forest.part(segments)
         node_of = {segment: node for node, segment in segment_of.items()}
         return part, [node_of[segment] for segment in kept]
 
@@ -209,23 +227,34 @@ class Plan:
 
     def nodes_of(self, trunk: Trunk) -> list[int]:
         """Returns the kept beginnings that a trunk computes on this rank; none if it is another rank's."""
-        return [number for number, node in enumerate(self.kept) if (node.first, node.last) == trunk]
+        nodes = []
+        for number, node in enumerate(self.kept):
+            if (node.first, node.last) == trunk:
+                nodes.append(number)
+        return nodes
 
     def ending_in(self, number: int) -> frozenset[int]:
         """Returns the kept beginnings whose last pass is `number`."""
-        return frozenset(n for n, node in enumerate(self.kept) if node.last == number)
+        return frozenset(index for index, node in enumerate(self.kept) if node.last == number)
 
     def ended_before(self, number: int) -> tuple[set[int], set[Trunk]]:
         """Returns the kept beginnings, and the trunks, that only passes before `number` need."""
-        prefixes = {n for n, node in enumerate(self.kept) if node.last < number}
-        trunks = {(first, last) for first, last in np.argwhere(self.trunks).tolist() if last < number}
+        prefixes = {index for index, node in enumerate(self.kept) if node.last < number}
+        trunks = {trunk for trunk in self.all_trunks() if trunk[1] < number}
         return prefixes, trunks
+
+    def all_trunks(self) -> list[Trunk]:
+        """Returns the trunks of all ranks."""
+        trunks = []
+        for first, last in np.argwhere(self.trunks).tolist():
+            trunks.append((first, last))
+        return trunks
 
 
 # --- the forwards of a plan ------------------------------------------------------------------------------------------
 
 
-class Run:
+class PlannedForwards:
     """The forwards of a plan, pass by pass, and what they keep for each other.
 
     Args:
@@ -234,7 +263,7 @@ class Run:
             Forwards without gradients need no such tie.
     """
 
-    def __init__(self, plan: Plan, ties_ends: bool | None = None):
+    def __init__(self, plan: PassPlan, ties_ends: bool | None = None):
         self.plan = plan
         self.cache = PrefixCache()
         # The scores that a trunk's forward returned, by its first and last pass, if each of its layers is collective.
@@ -309,9 +338,9 @@ class Run:
 
     def finish(self) -> None:
         """End the step: run the backward of trunks whose last pass did not run, and free all kept values."""
-        trunks = [tuple(trunk) for trunk in np.argwhere(self.plan.trunks).tolist()]
         # A trunk continues trunks that live longer, so its backward comes before theirs.
-        for trunk in sorted(trunks, key=lambda trunk: (-trunk[0], trunk[1])):
+        trunks = sorted(self.plan.all_trunks(), key=lambda trunk: (-trunk[0], trunk[1]))
+        for trunk in trunks:
             values = []
             for node in self.plan.nodes_of(trunk):
                 values += self.cache.of(node)
@@ -348,16 +377,18 @@ def plan_call(
         # Each rank has trunks of its own: the ranks agree on the number of forwards only.
         alone = replace(rules, reduce=of_this_rank)
         rows = np.arange(len(sequences.lengths_B))
-        plan = Plan.of(sequences, [rows], alone, shares=False)
-        passes = min(math.ceil(plan.forest_of_pass(0)[0].tokens / tokens_per_pass), len(rows))
+        plan = PassPlan.of(sequences, [rows], alone, shares=False)
+        forest, _ = plan.forest_of_pass(0)
+        passes = math.ceil(forest.tokens / tokens_per_pass)
+        passes = min(passes, len(rows))
         while not plan.fits(tokens_per_pass) and passes <= len(rows):  # a row that is too long runs alone
-            plan = Plan.of(sequences, np.array_split(rows, passes), alone, shares)
+            plan = PassPlan.of(sequences, np.array_split(rows, passes), alone, shares)
             passes += 1
     count = 0 if plan is None else plan.count
     most, cannot = rules.reduce([count, int(plan is None)], "MAX")
     if plan is None or cannot:
         return None
-    return Run(plan).filled_up(at_least=most)
+    return PlannedForwards(plan).filled_up(at_least=most)
 
 
 def plan_step(
@@ -368,7 +399,7 @@ def plan_step(
     one_by_one: bool = False,
     default_limit: int | None = None,
     warn: Callable[[str], None] = lambda line: None,
-) -> Plan | None:
+) -> PassPlan | None:
     """Plan the passes of batches that are scored with the same weights. Collective.
 
     Args:
@@ -389,9 +420,14 @@ def plan_step(
     limit = tokens_per_pass or default_limit or rows * sequences.width
     alone = replace(rules, reduce=of_this_rank)
     candidates = [rows] if one_by_one else _rows_per_pass(batches, rows)
-    fitting = (count for count in candidates if _passes_of(sequences, count, rows, alone).fits(limit))
+    largest = 0
+    for count in candidates:
+        if _passes_of(sequences, count, rows, alone).fits(limit):
+            largest = count
+            break
     # The minimum over ranks of the largest number of rows that fits.
-    rows_per_pass = -rules.reduce([-next(fitting, 0)], "MAX")[0]
+    (negative,) = rules.reduce([-largest], "MAX")
+    rows_per_pass = -negative
     if rows_per_pass < rows and tokens_per_pass is None:
         return None  # too many beginnings would be alive at once; each batch alone needs less memory
     if rows_per_pass < rows and one_by_one:
@@ -401,20 +437,21 @@ def plan_step(
         one_per_batch = _passes_of(sequences, rows, rows, rules)
         if not one_per_batch.is_shared:
             return None
-        return one_per_batch if rows_per_pass == rows else _passes_of(sequences, rows_per_pass, rows, rules)
+        if rows_per_pass == rows:
+            return one_per_batch
     rows_per_pass = max(rows_per_pass, 1)  # one row is too long: all rows run alone
     return _passes_of(sequences, rows_per_pass, rows, rules)
 
 
-def _passes_of(sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules) -> Plan:
+def _passes_of(sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules) -> PassPlan:
     """Returns the plan that computes `sequences`, `rows_per_pass` rows in a pass."""
     first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
     rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
-    return Plan.of(
+    return PassPlan.of(
         sequences,
         rows_of_pass,
         rules,
-        len(rows_of_pass) > 1,
+        shares=len(rows_of_pass) > 1,
         batches_per_pass=max(1, rows_per_pass // rows_per_batch),
         passes_per_batch=max(1, rows_per_batch // rows_per_pass),
     )
@@ -425,6 +462,11 @@ def _rows_per_pass(batches: int, rows: int) -> list[int]:
 
     A pass has several whole batches of `rows` rows each, one batch, or an equal part of one.
     """
-    several = [count * rows for count in range(batches, 0, -1) if batches % count == 0]
-    parts = [rows // count for count in range(2, rows + 1) if rows % count == 0]
-    return several + parts
+    sizes = []
+    for batches_per_pass in range(batches, 0, -1):
+        if batches % batches_per_pass == 0:
+            sizes.append(batches_per_pass * rows)
+    for passes_per_batch in range(2, rows + 1):
+        if rows % passes_per_batch == 0:
+            sizes.append(rows // passes_per_batch)
+    return sizes

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from .facts import Stamp
 
 
 class PassType(NamedTuple):
@@ -41,7 +44,7 @@ class Status:
         compared: the types of passes that were found equal to stock TRL's.
     """
 
-    stamp: Any = None
+    stamp: "Stamp | None" = None
     reasons: dict[Scope, str] = field(default_factory=dict)
     compared: set[PassType] = field(default_factory=set)
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..scoring.transfer import to_device
+from .forest import Forest
 from .row import PackedRow
 
 
@@ -34,22 +35,33 @@ def router_sums(
         `(M, 2, E)`: how often each expert is selected, and the sum of its probabilities.
     """
     device = router_logits[0].device
-    forest = packed_row.forest
-    # Indices behind the row's own tokens are those of kept tokens.
-    tokens = int(forest.lengths.sum())
-    counts = [np.bincount(part[part >= 0], minlength=tokens) for part in np.split(forest.index_BL, batches)]
-    multiplicity_MT = to_device(torch.from_numpy(np.stack(counts).astype(np.float32)), device)
+    multiplicity_MT = to_device(_multiplicity(packed_row.forest, batches), device)
     selected_ME = 0
     probability_ME = 0
     with torch.autocast(device.type, enabled=False):
         for layer, logits_TE in enumerate(router_logits):
-            logits_TE = packed_row.view.extended(("router", layer), logits_TE[None, None])[0, 0]
-            probability_TE = torch.softmax(logits_TE.to(device), dim=-1)
+            slot = ("router", layer)
+            logits_11TE = logits_TE[None, None]  # as keys, of one row and one head
+            extended_11TE = packed_row.view.extended(slot, logits_11TE)
+            logits_TE = extended_11TE[0, 0].to(device)
+            probability_TE = torch.softmax(logits_TE, dim=-1)
             experts_TK = torch.topk(probability_TE, top_k, dim=-1).indices
-            is_selected_TE = torch.zeros_like(probability_TE, dtype=torch.float32).scatter_(1, experts_TK, 1.0)
+            is_selected_TE = torch.zeros_like(probability_TE, dtype=torch.float32)
+            is_selected_TE.scatter_(1, experts_TK, 1.0)
             selected_ME = selected_ME + multiplicity_MT @ is_selected_TE
             probability_ME = probability_ME + multiplicity_MT @ probability_TE.float()
     return torch.stack([selected_ME, probability_ME], dim=1)
+
+
+def _multiplicity(forest: Forest, batches: int) -> torch.Tensor:
+    """Returns `(M, T)`: how many tokens of each batch a token of the row, or a kept one behind it, replaces."""
+    tokens = int(forest.lengths.sum())
+    counts = []
+    for index_BL in np.split(forest.index_BL, batches):
+        computed = index_BL[index_BL >= 0]
+        counts.append(np.bincount(computed, minlength=tokens))
+    multiplicity_MT = np.stack(counts).astype(np.float32)
+    return torch.from_numpy(multiplicity_MT)
 
 
 def router_loss(sums: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -57,4 +69,7 @@ def router_loss(sums: torch.Tensor, top_k: int) -> torch.Tensor:
     selected, probability = sums.unbind(-2)
     selected = selected.detach()
     tokens = selected.sum(-1, keepdim=True) / top_k  # times the number of layers
-    return selected.shape[-1] * (selected / tokens * (probability / tokens)).sum(-1)
+    frequency = selected / tokens
+    mean_probability = probability / tokens
+    experts = selected.shape[-1]
+    return experts * (frequency * mean_probability).sum(-1)

@@ -10,11 +10,10 @@ A model's forward passes options to its backbone in the same way ([`with_options
 of the backbone.
 """
 
-from typing import Any
-
 import torch
 
 from ..compat.fake_tensors import real_tensors
+from .batch import Arguments
 from .row import PackedRow
 
 
@@ -24,8 +23,8 @@ class RowMask(torch.Tensor):
     A copy of the mask (detached for reentrant checkpointing, moved to another device, sliced) carries the same.
     """
 
-    packed_row: Any = None
-    options: dict[str, Any] | None = None
+    packed_row: PackedRow | None = None
+    options: Arguments | None = None
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -35,12 +34,13 @@ class RowMask(torch.Tensor):
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         if len(tensors) != 1:  # the result is no mask, but was computed with one
             return result.as_subclass(torch.Tensor)
-        result.packed_row = tensors[0].packed_row
-        result.options = tensors[0].options
+        (mask,) = tensors
+        result.packed_row = mask.packed_row
+        result.options = mask.options
         return result
 
 
-def with_row(mask: torch.Tensor, packed_row: Any) -> RowMask:
+def with_row(mask: torch.Tensor, packed_row: PackedRow) -> RowMask:
     """Returns `mask` as a mask that carries a row."""
     mask = mask.as_subclass(RowMask)
     mask.packed_row = packed_row
@@ -50,6 +50,12 @@ def with_row(mask: torch.Tensor, packed_row: Any) -> RowMask:
 def carries_row(mask: object) -> bool:
     """Whether an argument is a mask that carries a packed row."""
     return isinstance(mask, RowMask) and mask.packed_row is not None
+
+
+def row_of(mask: RowMask) -> PackedRow:
+    """Returns the row of a mask that carries one."""
+    assert mask.packed_row is not None
+    return mask.packed_row
 
 
 def no_mask(device: torch.device) -> torch.Tensor:
@@ -73,7 +79,7 @@ def masks_of(packed_row: PackedRow, mask_names: frozenset[str], is_recurrent: bo
         if not is_recurrent:
             return mask
         if mask_names:
-            # A model with both kinds of layers takes a finished mask for each kind, as `generate` prepares them.
+            # A model with both types of layers takes a finished mask for each type, as `generate` prepares them.
             return dict.fromkeys(mask_names, mask)
         # A model with recurrent layers alone may drop a mask of four dimensions, and a mask of ones. The host would
         # wait for its look for ones if the mask were on a device.
@@ -81,7 +87,7 @@ def masks_of(packed_row: PackedRow, mask_names: frozenset[str], is_recurrent: bo
 
 
 @torch.compiler.disable
-def with_options(arguments: dict[str, Any], **options: object) -> dict[str, Any]:
+def with_options(arguments: Arguments, **options: object) -> Arguments:
     """Returns the arguments of a model's call with a mask that carries options to its backbone.
 
     Args:
@@ -90,24 +96,29 @@ def with_options(arguments: dict[str, Any], **options: object) -> dict[str, Any]
             states of each row are needed. `from_padding=...`: see [`batch.Batch`].
     """
     mask = arguments.get("attention_mask")
-    if mask is not None and not isinstance(mask, torch.Tensor):
-        return arguments  # masks by kind of layer are no rows of a batch, which the backbone sees
-    if mask is None:
-        tokens = next(x for x in map(arguments.get, ("input_ids", "inputs_embeds")) if x is not None)
-        mask_with_options = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device).as_subclass(RowMask)
-    else:
-        mask_with_options = mask.as_subclass(RowMask)
-    mask_with_options.options = {**options, "has_mask": mask is not None}
+    has_mask = mask is not None
+    if not has_mask:
+        tokens = arguments.get("input_ids")
+        if tokens is None:
+            tokens = arguments["inputs_embeds"]
+        mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    if not isinstance(mask, torch.Tensor):
+        return arguments  # masks by type of layer are no rows of a batch, which the backbone sees
+    mask_with_options = mask.as_subclass(RowMask)
+    mask_with_options.options = {**options, "has_mask": has_mask}
     return {**arguments, "attention_mask": mask_with_options}
 
 
-def options_of(mask: object) -> dict[str, Any] | None:
+def options_of(mask: object) -> Arguments | None:
     """The options that a mask carries to the backbone, see [`with_options`]; `None` if there are none."""
     return mask.options if isinstance(mask, RowMask) else None
 
 
 @torch.compiler.disable
-def as_before(arguments: dict[str, Any]) -> dict[str, Any]:
+def as_before(arguments: Arguments) -> Arguments:
     """Returns the arguments of a call as they were before [`with_options`]."""
-    mask = arguments["attention_mask"]
-    return {**arguments, "attention_mask": mask.as_subclass(torch.Tensor) if mask.options["has_mask"] else None}
+    mask_with_options = arguments["attention_mask"]
+    mask = None
+    if mask_with_options.options["has_mask"]:
+        mask = mask_with_options.as_subclass(torch.Tensor)
+    return {**arguments, "attention_mask": mask}

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -88,7 +88,7 @@ def unshare_prompts(shared: Shared) -> Shared:
     return share_prompts(shared, attention="off")
 
 
-def models_of(shared: Any) -> list[nn.Module]:
+def models_of(shared: object) -> list[nn.Module]:
     """A model; or the model that a trainer trains, and a reference or a teacher that is a model of its own.
 
     Raises:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .batch import Sequences
-from .forest import Forest, Node, choose_nodes, prefix_nodes, segments_of, sorted_rows
+from .batch import Sequences, from_column
+from .forest import Forest, Node, choose_nodes, parents_first, prefix_nodes, segments_of, sorted_rows
 
 
 @dataclass
@@ -50,9 +50,11 @@ def shared_prefixes(
         min_length: length of the shortest segment that others may continue.
     """
     needed_B = sequences.needed_B
-    first_label_B = np.where(sequences.scored_BL.any(1), sequences.scored_BL.argmax(1), needed_B)
+    has_label_B = sequences.scored_BL.any(1)
+    first_label_B = np.where(has_label_B, sequences.scored_BL.argmax(1), needed_B)
     # Each pass computes the token that predicts its first label.
-    lengths_B = np.maximum(np.minimum(first_label_B - 1, needed_B), 0)
+    before_labels_B = np.minimum(first_label_B - 1, needed_B)
+    lengths_B = np.maximum(before_labels_B, 0)
     if not lengths_B.any():
         return []
     rows, common = sorted_rows(sequences.tokens_BL, lengths_B, sequences.spans_B2)
@@ -60,19 +62,32 @@ def shared_prefixes(
     kept: list[SharedPrefix] = []
     path: list[int] = []  # indices of the kept nodes that contain the current one
     last_row: list[int] = []  # of each kept node, in the sorted order
-    for node in sorted(nodes, key=lambda node: (node.first, -node.last, node.depth)):
+    for node in sorted(nodes, key=parents_first):
         while path and last_row[path[-1]] < node.first:
             path.pop()
-        parent = path[-1] if path else -1
-        length = node.depth - (kept[parent].depth if path else 0)
         rows_of_node = rows[node.first : node.last + 1]
         passes = np.unique(pass_B[rows_of_node])
-        if (len(passes) - 1) * length < min_saved or length < min_length:
+        parent = -1
+        length = node.depth
+        offset = int(sequences.offsets_B[rows_of_node[0]])
+        if path:
+            parent = path[-1]
+            length -= kept[parent].depth
+            offset = kept[parent].offset
+        saved = (len(passes) - 1) * length
+        if saved < min_saved or length < min_length:
             continue
-        offset = kept[parent].offset if path else int(sequences.offsets_B[rows_of_node[0]])
-        kept.append(SharedPrefix(node.depth, rows_of_node, parent, int(passes[0]), int(passes[-1]), offset))
+        prefix = SharedPrefix(
+            depth=node.depth,
+            rows=rows_of_node,
+            parent=parent,
+            first=int(passes[0]),
+            last=int(passes[-1]),
+            offset=offset,
+        )
+        path.append(len(kept))
+        kept.append(prefix)
         last_row.append(node.last)
-        path.append(len(kept) - 1)
     return kept
 
 
@@ -109,36 +124,43 @@ def build_pass_forest(
         node_B[rows_with_it] = node
         depth_B[rows_with_it] = kept[node].depth
     order, common = _tails_sorted(subset, needed_B, node_B, depth_B)
-    tails = needed_B[order] - depth_B[order]
-    nodes = [
-        tail._replace(depth=tail.depth + int(depth_B[order[tail.first]]))
-        for tail in choose_nodes(prefix_nodes(common), tails, min_length)
-    ]
+    lengths = needed_B[order]
+    depths = depth_B[order]
+    nodes = []
+    for tail in choose_nodes(prefix_nodes(common), lengths - depths, min_length):
+        depth_of_tail = int(depths[tail.first])
+        nodes.append(tail._replace(depth=depth_of_tail + tail.depth))
     rank_in_order = np.full(len(rows), -1)
     rank_in_order[order] = np.arange(len(order))
     for node, rows_with_it in rows_of_node.items():
         ranks = rank_in_order[rows_with_it]
-        nodes.append(Node(kept[node].depth, int(ranks.min()), int(ranks.max())))
-    forest = segments_of(order, needed_B[order], nodes, subset.tokens_BL.shape)
+        first = int(ranks.min())
+        last = int(ranks.max())
+        nodes.append(Node(kept[node].depth, first, last))
+    forest = segments_of(order, lengths, nodes, subset.tokens_BL.shape)
 
     segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
-    offset_S = subset.offsets_B[forest.source[forest.trees]]
+    root_row_S = forest.source[forest.trees]
+    offset_S = subset.offsets_B[root_row_S]
     segment_of: dict[int, int] = {}
     for node, rows_with_it in rows_of_node.items():
-        segment = int(segment_T[forest.index_BL[rows_with_it[0], kept[node].depth - 1]])
+        last_token = kept[node].depth - 1
+        index_in_row = forest.index_BL[rows_with_it[0], last_token]
+        segment = int(segment_T[index_in_row])
         segment_of[node] = segment
-        offset_S[forest.trees == forest.trees[segment]] = kept[node].offset
+        is_in_tree = forest.trees == forest.trees[segment]
+        offset_S[is_in_tree] = kept[node].offset
     return replace(forest, offset_S=offset_S), segment_of
 
 
 def _rows_of_nodes(kept: list[SharedPrefix], rows: np.ndarray) -> dict[int, list[int]]:
     """Returns for each kept node with which rows of a pass begin the indices of these rows in the pass."""
     index_in_pass = {row: index for index, row in enumerate(rows.tolist())}
-    rows_of_node = {}
+    rows_of_node: dict[int, list[int]] = {}
     for number, node in enumerate(kept):
-        rows_with_it = [index_in_pass[row] for row in node.rows.tolist() if row in index_in_pass]
-        if rows_with_it:
-            rows_of_node[number] = rows_with_it
+        for row in node.rows.tolist():
+            if row in index_in_pass:
+                rows_of_node.setdefault(number, []).append(index_in_pass[row])
     return rows_of_node
 
 
@@ -155,18 +177,20 @@ def _tails_sorted(
     Returns:
         The order, and the number of tokens behind the kept beginning that each row shares with the row before it.
     """
-    width = sequences.tokens_BL.shape[1]
-    columns = np.minimum(np.arange(width) + depth_B[:, None], width - 1)
-    tails_BL = np.take_along_axis(sequences.tokens_BL, columns, axis=1)
-    # A number before the tail distinguishes the kept beginnings.
-    marked = np.concatenate([node_B[:, None].astype(sequences.tokens_BL.dtype), tails_BL], axis=1)
-    lengths_B = np.where(needed_B > 0, needed_B - depth_B + 1, 0)
+    tails_BL = from_column(sequences.tokens_BL, depth_B)
+    # A number before the tail distinguishes the kept beginnings. All indices are larger by one behind it.
+    mark_B1 = node_B[:, None].astype(tails_BL.dtype)
+    marked_BL = np.concatenate([mark_B1, tails_BL], axis=1)
+    tail_B = needed_B - depth_B
+    lengths_B = np.where(needed_B > 0, 1 + tail_B, 0)
     spans_B2 = None
     if sequences.spans_B2 is not None:
         spans_B2 = sequences.spans_B2 - depth_B[:, None] + 1
-        spans_B2[spans_B2[:, 1] < 1] = (0, -1)
-    order, common = sorted_rows(marked, lengths_B, spans_B2)
-    common = np.concatenate([[0], np.maximum(common - 1, 0)])
+        ends_before_tail_B = spans_B2[:, 1] < 1
+        spans_B2[ends_before_tail_B] = (0, -1)
+    order, common = sorted_rows(marked_BL, lengths_B, spans_B2)
+    common_tokens = np.maximum(common - 1, 0)
+    with_row_before = np.array([0, *common_tokens.tolist()])
     # In the order of the kept beginnings, those that continue one another are neighbours.
     by_node = np.argsort(node_B[order], kind="stable")
-    return order[by_node], common[by_node][1:]
+    return order[by_node], with_row_before[by_node][1:]

@@ -29,7 +29,7 @@ from .batch import Batch, Call, Sequences, batch_of
 from .dropout import noise_reason
 from .facts import stamp
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
-from .passes import Forward, Plan, plan_call, plan_step
+from .passes import Forward, PassPlan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
 from .problems import CannotPack, PassType, Scope, Status
 from .ranks import deciding_alone, is_sharded, reduced_over_ranks
@@ -198,11 +198,13 @@ class PromptSharing:
         status = self.status
         now = stamp(self.base)
         has_ranks = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        if has_ranks and status.compared and now.structure == status.stamp.structure:
+        before = status.stamp
+        has_equal_structure = before is not None and now.structure == before.structure
+        if has_ranks and status.compared and has_equal_structure:
             status.reasons.pop(Scope.RANK, None)
-            if now.hooks != status.stamp.hooks:
+            if before is not None and now.hooks != before.hooks:
                 status.reasons[Scope.RANK] = "a hook was put on after its passes were compared"
-        elif now != status.stamp:
+        elif now != before:
             self.status = Status(now)
             try:
                 self._prepare()
@@ -272,7 +274,7 @@ class PromptSharing:
         tokens_per_pass: int | None = None,
         one_by_one: bool = False,
         default_limit: int | None = None,
-    ) -> Plan | None:
+    ) -> PassPlan | None:
         """Plan the passes of batches that are scored with the same weights.
 
         A beginning that several batches share is then computed once. The method is a collective: every rank has to
@@ -361,12 +363,22 @@ class PromptSharing:
             return passes
         if with_images and is_collective:
             self._packed.images.share(batch)
-        # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
-        own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         from .check import compare_rows  # needed for the first passes alone
+        from .compared_rows import rows_to_compare
 
-        with torch.set_grad_enabled(request.gradients and not is_sharded(self.base)), own_tensors:
-            request.differences = compare_rows(self._packed, call, batch, sequences)
+        with contextlib.ExitStack() as stack:
+            has_gradients = request.gradients and not is_sharded(self.base)
+            stack.enter_context(torch.set_grad_enabled(has_gradients))
+            # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+            rows = rows_to_compare(self._packed, batch, sequences, call.instructions.tokens_per_pass)
+            stack.enter_context(self._packed.images.in_every_forward())
+            request.differences = compare_rows(
+                self.base,
+                rows,
+                packed=self._packed.run_alone,
+                stock=call.stock_output,
+            )
         return passes
 
     def _note(self, request: Request, passes: PassType) -> None:
@@ -491,6 +503,7 @@ class PromptSharing:
         if reason is not None:
             raise CannotPack(reason)
         forward = call.instructions.forward
+        assert forward is not None, "the call is one forward of a plan"
         output = self._packed.run(batch, forward)
         self._count(forward.record, start)
         return output
@@ -524,5 +537,5 @@ class PromptSharing:
         rows, width = batch.input_ids.shape
         rows_per_pass = max(1, tokens_per_pass // width)
         slices = np.split(np.arange(rows), range(rows_per_pass, rows, rows_per_pass))
-        outputs = [call.stock(fused_lm_head=True, **batch.rows(part).arguments()) for part in slices]
+        outputs = [call.stock_output(batch.rows(part)) for part in slices]
         return merge(outputs, slices, batch.num_items)

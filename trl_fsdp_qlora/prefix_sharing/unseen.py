@@ -12,7 +12,6 @@ gradients of both, and accumulates none.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,12 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, detach_variable
+
+
+def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return list(tensors)
 
 
 def _first(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -88,9 +93,9 @@ class Unseen(TorchFunctionMode):
                 return self._backward_of_a_part(args[0], kwargs.get("grad_tensors", kwargs.get("gradient")))
         return function(*args, **kwargs)
 
-    def _with_aliases(self, value: Any) -> Any:
+    def _with_aliases(self, value: object) -> object:
         """Returns an argument with aliases in place of parameters."""
-        if type(value) in (list, tuple):
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(self._with_aliases(x) for x in value)
         return self._aliases.get(id(value), value)
 
@@ -102,8 +107,13 @@ class Unseen(TorchFunctionMode):
         """Returns the squared norm of all sums together."""
         # Summed in float32 without a copy in a wider type: the gradient of an embedding has gigabytes.
         sums = self._sums.values()
-        dtype = torch.float64 if any(x.dtype is torch.float64 for x in sums) else torch.float32
-        return sum(float(torch.linalg.vector_norm(x, dtype=dtype)) ** 2 for x in sums)
+        is_wide = any(x.dtype is torch.float64 for x in sums)
+        dtype = torch.float64 if is_wide else torch.float32
+        total = 0.0
+        for x in sums:
+            norm = torch.linalg.vector_norm(x, dtype=dtype)
+            total += float(norm) ** 2
+        return total
 
     def _differentiate(
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], leaves: list[torch.Tensor]
@@ -126,18 +136,26 @@ class Unseen(TorchFunctionMode):
             if parameter is None or gradient is None:
                 continue
             # Not in place: two leaves may have got one tensor.
-            self._sums[parameter] = self._sums[parameter] + gradient if parameter in self._sums else gradient
+            if parameter in self._sums:
+                gradient = self._sums[parameter] + gradient
+            self._sums[parameter] = gradient
         return list(of_leaves)
 
-    def _backward_of_a_part(self, tensors: Any, gradients: Any) -> None:
+    def _backward_of_a_part(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        gradients: torch.Tensor | Sequence[torch.Tensor],
+    ) -> None:
         """As `torch.autograd.backward` of a part that was recomputed: its inputs get their gradients in `.grad`."""
-        outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        gradients = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+        outputs = _as_list(tensors)
         leaves = self._leaves_of(outputs)
-        of_leaves = self._differentiate(outputs, gradients, leaves)
+        of_leaves = self._differentiate(outputs, _as_list(gradients), leaves)
         for leaf, gradient in zip(leaves, of_leaves, strict=True):
-            if id(leaf) not in self._parameters and gradient is not None:
-                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+            if gradient is None or id(leaf) in self._parameters:
+                continue
+            if leaf.grad is not None:
+                gradient = leaf.grad + gradient
+            leaf.grad = gradient
 
     def _leaves_of(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the leaves of a graph, and prepares the re-entrant checkpoints in it.
@@ -179,13 +197,13 @@ class _Recomputation(CheckpointFunction):
             stack.enter_context(torch.autocast(ctx.device_type, **ctx.device_autocast_kwargs))
             stack.enter_context(torch.autocast("cpu", **ctx.cpu_autocast_kwargs))
             outputs = ctx.run_function(*inputs)
-        outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if isinstance(output, torch.Tensor) and output.requires_grad
-        ]
-        if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
+        with_grads = []
+        out_grads = []
+        for output, gradient in zip(_as_list(outputs), gradients, strict=True):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                with_grads.append(output)
+                out_grads.append(gradient)
+        if with_grads:
+            torch.autograd.backward(tuple(with_grads), tuple(out_grads))
         of_inputs = [x.grad if isinstance(x, torch.Tensor) else None for x in inputs]
         return None, None, *of_inputs

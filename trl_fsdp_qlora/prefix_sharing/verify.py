@@ -1,17 +1,16 @@
 """`verify`: does a model compute what stock TRL computes? What the first pass of each type asks, asked by hand."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from ..errors import PrefixSharingError
+from .batch import Arguments
 from .request import Request, requested
 from .sharing import causal_language_model
 from .wrapped_forward import ATTRIBUTE
 
 
-def verify(model: nn.Module, batch: dict[str, Any], *, gradients: bool = True) -> list[str]:
+def verify(model: nn.Module, batch: Arguments, *, gradients: bool = True) -> list[str]:
     """Compute a few rows of a batch with equal beginnings computed once, and as in stock TRL, and compare.
 
     The model is called once, through all its wrappers, so a sharded model is compared as it is sharded. Every rank has

@@ -10,13 +10,13 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .batch import Call
+from .batch import Arguments, Call
 from .row_mask import as_before, carries_row, options_of
 from .wrapped_forward import ATTRIBUTE
 
@@ -59,7 +59,8 @@ class WrappedBackbone:
         """Give the backbone the forward back that it had before. A wrapper that was put on later stays."""
         if self._own_forward is None:
             return
-        backbone: Any = self._own_forward.__self__
+        backbone = self._own_forward.__self__
+        assert isinstance(backbone, nn.Module)
         vars(backbone).pop(ATTRIBUTE, None)
         before = vars(backbone).pop(_BEFORE, None)
         if vars(backbone).get("forward") == self._own_forward:
@@ -75,7 +76,9 @@ def _with_sharing(cls: type[PreTrainedModel]) -> Callable:
 
     def stock(self, *args, **kwargs):
         before = vars(self).get(_BEFORE)  # an attribute, so that a copy of the backbone has a copy of it
-        return type(self).forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
+        if before is not None:
+            return before(*args, **kwargs)
+        return type(self).forward(self, *args, **kwargs)
 
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
@@ -108,7 +111,7 @@ def _is_packed(mask: object) -> bool:
     return any(map(carries_row, masks))
 
 
-def _is_decoding(arguments: dict[str, Any]) -> bool:
+def _is_decoding(arguments: Arguments) -> bool:
     """Whether a call of a backbone is a step of generation, with a cache or without one."""
     has_cache = any(arguments.get(name) is not None for name in ("cache", "past_key_values"))
     has_positions = arguments.get("position_ids") is not None

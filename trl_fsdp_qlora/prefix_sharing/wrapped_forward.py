@@ -10,17 +10,18 @@ import importlib.util
 import inspect
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ..compat import trl as trls
 from ..compat.signatures import is_of_library
-from .batch import Call, Instructions, from_padding
+from .batch import Arguments, Call, Instructions, from_padding
 from .packed_model import head_of, not_compiled
 from .row_mask import with_options
 
@@ -133,7 +134,7 @@ class WrappedForward:
         self.put_on(1.0, ())
 
 
-def _last_columns(base: PreTrainedModel, arguments: dict[str, Any]) -> int:
+def _last_columns(base: PreTrainedModel, arguments: Arguments) -> int:
     """Returns how many last hidden states of each row are all that a call for logits needs; 0 if all are needed.
 
     A hook of the backbone may look at the others, too.
@@ -182,7 +183,8 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
         arguments = dict(zip(names, args, strict=False)) | kwargs
         passes_options = sharing.wrapped_backbone.is_on
         if is_fused:
-            return _answer_fused(sharing, functools.partial(_run_stock, function, self, passes_options), arguments)
+            stock_of_model = functools.partial(_run_stock, function, self, passes_options)
+            return _answer_fused(sharing, stock_of_model, arguments)
         if passes_options:
             last_columns = _last_columns(self, arguments) if needs_these_alone else 0
             loss = from_padding(arguments)
@@ -193,12 +195,14 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
     return forward
 
 
-def _run_stock(function: Callable, model: PreTrainedModel, passes_options: bool, **arguments: Any) -> Any:
+def _run_stock(function: Callable, model: PreTrainedModel, passes_options: bool, **arguments: object) -> ModelOutput:
     """Run TRL's fused forward of a model; its head calls the backbone, which runs as in stock TRL, too."""
-    return function(model, **(with_options(arguments, as_stock=True) if passes_options else arguments))
+    if passes_options:
+        arguments = with_options(arguments, as_stock=True)
+    return function(model, **arguments)
 
 
-def _answer_fused(sharing: "PromptSharing", stock: Callable, arguments: dict[str, Any]) -> Any:
+def _answer_fused(sharing: "PromptSharing", stock: Callable, arguments: Arguments) -> ModelOutput:
     """Returns the output of a fused call."""
     instructions = arguments.pop("sharing", None) or Instructions(of_trainer=False)
     call = Call(stock, arguments, instructions=instructions)

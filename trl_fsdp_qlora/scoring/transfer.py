@@ -1,5 +1,8 @@
 """Copies between the host and a device for which the host waits never or once, and the widest float of a device."""
 
+from collections.abc import Hashable
+from typing import TypeVar
+
 import torch
 
 
@@ -22,15 +25,23 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+# The type of the names of tensors.
+Name = TypeVar("Name", bound=Hashable)
+
+
+def to_host(tensors: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
     """Copy tensors of integers to the host in one transfer; tensors that are on the host already stay as they are."""
-    on_device = {name: x for name, x in tensors.items() if x.device.type != "cpu"}
+    on_device = {}
+    for name, x in tensors.items():
+        if x.device.type != "cpu":
+            on_device[name] = x
     if not on_device:
         return tensors
     device = next(iter(on_device.values())).device
     flat = []
     for x in on_device.values():
-        flat.append(x.reshape(-1).to(device, torch.int64))
+        numbers = x.reshape(-1)
+        flat.append(numbers.to(device, torch.int64))
     sizes = [x.numel() for x in flat]
     transferred = torch.cat(flat).cpu()
     parts = transferred.split(sizes)

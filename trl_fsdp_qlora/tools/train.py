@@ -1,24 +1,32 @@
 """A recipe of GRPO, RLOO, T-SPMO or A*-PO from its command to its end; the scripts of that name call [`train`]."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trl import ModelConfig
 
 from .planning.first import plan_first
 from .recipe.arguments import ScriptArguments, parse_recipe
 from .recipe.checks import check_recipe
-from .recipe.measuring import check_prompts, measurement_of
 from .recipe.problems import load_data
 from .recipe.record import check_output_dir
+from .recipe.rendering import longest_prompt
 from .recipe.runner import build_trainer, run_recipe
+
+if TYPE_CHECKING:
+    from ..trainers.trainer_run import TrainerRun
+
+
+def _nothing(trainer: "TrainerRun", script: ScriptArguments) -> bool:
+    """The `instead` of a recipe that has nothing to do in place of its training."""
+    return False
 
 
 def train(
     trainer_class: type,
     config_class: type,
     script_class: type = ScriptArguments,
-    instead: Callable[[Any, Any], bool] = lambda trainer, script: False,
+    instead: Callable[["TrainerRun", ScriptArguments], bool] = _nothing,
 ) -> None:
     """Check the arguments, read the data, plan the memory, build the trainer and train it.
 
@@ -29,13 +37,13 @@ def train(
         instead: called with the trainer and the script's arguments; if it returns true, nothing is trained.
     """
     script, config, model = parse_recipe((script_class, config_class, ModelConfig))
-    checked = check_recipe(script, config, model)
+    recipe = check_recipe(script, config, model)
     check_output_dir(script, config, model)
     prompts, test = load_data(script)
-    check_prompts(prompts, checked.tokenizer, measurement_of(script, config, checked.code))
-    plan = plan_first(script, config, model, prompts, checked)
-    trainer = build_trainer(trainer_class, script, config, model, prompts, eval_dataset=test)
+    longest = longest_prompt(recipe, prompts)
+    plan = plan_first(config, model, longest, script.require_fit)
+    trainer = build_trainer(trainer_class, recipe, prompts, eval_dataset=test)
     trainer.clock.planned = 0 if plan is None else plan.measurable_peak
     if instead(trainer, script):
         return
-    run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
+    run_recipe(trainer, recipe, test)

@@ -31,7 +31,7 @@ def option(default: object, help: str, choices: Sequence[str] | None = None) -> 
 
     `default` may be `dataclasses.MISSING`; `choices` are the values that the command line accepts.
     """
-    metadata: dict[str, Any] = {"help": help}
+    metadata: dict[str, str | list[str]] = {"help": help}
     if choices is not None:
         metadata["choices"] = list(choices)
     return dataclasses.field(default=default, metadata=metadata)
@@ -43,7 +43,7 @@ def own_fields(cls: type) -> list[dataclasses.Field]:
     return [items[name] for name in _annotations(cls) if name in items]
 
 
-def _annotations(cls: type) -> dict[str, Any]:
+def _annotations(cls: type) -> dict[str, type | str]:
     """The types of the fields that `cls` defines, and of a class that extends TRL's those of our mixins, too."""
     stock = vars(cls).get("STOCK")
     ours = (cls,)
@@ -61,7 +61,7 @@ def type_name(cls: type, item: dataclasses.Field) -> str:
     return annotation.__name__ if type(annotation) is type else str(annotation)
 
 
-def default_of(item: dataclasses.Field) -> Any:
+def default_of(item: dataclasses.Field) -> object:
     """The default of a field; `dataclasses.MISSING` if it has none."""
     return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 

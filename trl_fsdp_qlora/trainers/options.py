@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -89,7 +89,7 @@ class EfficientConfig:
                 setattr(self, name, value.item())
 
     @classmethod
-    def complete(cls, args: "TrainingArguments") -> Any:
+    def complete(cls, args: "TrainingArguments | None") -> "TrainingArguments | None":
         """A copy of `args` with defaults for the fields of this class that it lacks, so a plain TRL config works."""
         if args is None or isinstance(args, cls):
             return args

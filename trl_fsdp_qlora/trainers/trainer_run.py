@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
@@ -27,7 +26,7 @@ from .reporting.card_info import CardInfo
 from .reporting.phases import PhaseTimer, TelemetryCallback
 from .reporting.startup import StartupCallback
 from .reporting.terminal import print_once
-from .saving.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
+from .saving.checkpoints import Rollouts, Settings, WholeCheckpoints, describe_rollouts, describe_training
 from .saving.running import marked_as_running
 from .saving.stopping import stopping_after_step
 from .starting.same_weights import check_nodes
@@ -110,7 +109,7 @@ class TrainerRun(ShardedQLoRAMixin):
         """What tokenizes a prompt for the start-up block; `None` if no prompt is shown."""
         return None
 
-    def _describe_run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _describe_run(self) -> tuple[Settings, Settings]:
         model = self.accelerator.unwrap_model(self.model)
         names = getattr(self, "reward_func_names", []), type(self).__name__
         rollouts = describe_rollouts(self.args, model, self.train_dataset, *names)
@@ -177,7 +176,7 @@ class TrainerRun(ShardedQLoRAMixin):
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def _rollouts_to_keep(self) -> dict[str, Any] | None:
+    def _rollouts_to_keep(self) -> Rollouts | None:
         """The completions that this rank has drawn and not yet used; `None` if the trainer draws none."""
         return None
 

@@ -1,7 +1,7 @@
 """An attribute of an object that has another value inside a block.
 
 Libraries read names of their modules, classes and objects for which they have no argument. Only `compat/` and `utils/`
-use this; a contract in `pyproject.toml` lists the other files that do, each with its reason.
+use this; a contract in `pyproject.toml` names the one other file that does, with its reason.
 """
 
 from collections.abc import Iterator, Mapping

@@ -234,5 +234,5 @@ def test_the_start_up_block_names_a_template_that_strips(tmp_path):
 def test_values_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="history='served' is not known; use one of append, template"):
         config(EfficientGRPOConfig, tmp_path, history="served")
-    with pytest.raises(UserError, match="T-SPMO knows no episodes of several rows: use history: append"):
+    with pytest.raises(UserError, match=r"T-SPMO .*history: append"):
         make_trainer(tmp_path, KEEPS, cls=TSPMOTrainer, config_cls=TSPMOConfig, history="template")

@@ -23,6 +23,16 @@ RUNS = {
     "stock_hybrid": (STOCK, "hybrid", False, {}),
     "hybrid": (OURS, "hybrid", True, {"fsdp_gather": "per_layer"}),
     "stock_loop": (OURS, "hybrid", True, {"fsdp_gather": "per_layer", "compact_generation": False}),
+    # Rows of an episode: one on rank 0, and a row for each turn on rank 1, whose template strips what was thought.
+    "template": (OURS, "full", False, {"history": "template"}),
+    "template_per_layer": (OURS, "full", True, {"history": "template", "fsdp_gather": "per_layer"}),
+    "template_gathered": (OURS, "full", True, {"history": "template", "fsdp_gather": "once"}),
+    "template_stock_loop": (
+        OURS,
+        "full",
+        True,
+        {"history": "template", "fsdp_gather": "per_layer", "compact_generation": False},
+    ),
 }
 SAME = ("completions/mean_length", "num_tokens", "reward", "tools/call_frequency", "tools/failure_frequency")
 
@@ -57,8 +67,29 @@ def of_rank(rank: int, tokenizer=None):
     return tokenizer
 
 
+def thinking_tokenizer():
+    """Reads the first half of every completion as a thought, which the chat template leaves out of the history."""
+    tokenizer = calling_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content'] }}", "message['content'].split('</think>')[-1] }}"
+    )
+    read = tokenizer.parse_response
+
+    def read_thoughts(ids, prefix, tools=None):
+        message = read(ids, prefix, tools)
+        text = message["content"]
+        half = len(text) // 2
+        return {**message, "content": f"<think>{text[:half]}</think>{text[half:]}"}
+
+    tokenizer.parse_response = read_thoughts
+    return tokenizer
+
+
 # A run and its reference.
 REFERENCES = {
+    "template_per_layer": "template",
+    "template_gathered": "template",
+    "template_stock_loop": "template",
     "ddp": "stock",
     "gathered": "stock",
     "per_layer": "stock",
@@ -69,7 +100,10 @@ REFERENCES = {
     "no_tools": "stock_no_tools",
 }
 # In `make test`, and with the exhaustive tests.
-PARTS = [("ddp", "per_layer", "prompts"), ("gathered", "hybrid", "stock_loop", "pictures", "no_tools")]
+PARTS = [
+    ("ddp", "per_layer", "prompts", "template_per_layer"),
+    ("gathered", "hybrid", "stock_loop", "pictures", "no_tools", "template_gathered", "template_stock_loop"),
+]
 
 
 @pytest.mark.processes
@@ -86,8 +120,12 @@ def test_ranks_take_part_in_the_turns_of_others(tmp_path, names):
                 assert [mine[key] for key in same] == pytest.approx([theirs[key] for key in same]), name
                 assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3, abs=1e-6), name
     rank_0, rank_1 = runs
-    for name in {"gathered", "per_layer", "hybrid"} & {*names}:
+    for name in {"gathered", "per_layer", "hybrid", "template_per_layer"} & {*names}:
         assert rank_0[name]["turns"] == rank_1[name]["turns"] > 4, name
+    assert {*rank_0["template"]["rows"]} == {1} and min(rank_1["template"]["rows"]) > 1
+    for name in [name for name in names if name.startswith("template")]:
+        for results_of_rank in runs:
+            assert results_of_rank[name]["rows"] == results_of_rank["template"]["rows"], name
     if "pictures" in names:
         assert rank_0["pictures"]["looked"] == 0 < rank_1["pictures"]["looked"]
     if "ddp" in names:  # each rank generates alone, so rank 0 has one turn a step
@@ -107,7 +145,7 @@ def rank(folder: Path, *names: str) -> None:
             *classes,
             folder / name,
             kind,
-            tokenizer=of_rank(mine),
+            tokenizer=of_rank(mine, thinking_tokenizer() if "history" in settings else None),
             per_device_train_batch_size=4,
             max_completion_length=120,
             max_steps=2,
@@ -126,6 +164,8 @@ def rank(folder: Path, *names: str) -> None:
         assert any(isinstance(p, DTensor) for p in trainer.model.parameters()) == sharded, name
         steps = [entry for entry in trainer.state.log_history if "loss" in entry]
         results[name] = {"steps": steps, "turns": len(turns)}
+        if "history" in settings:
+            results[name]["rows"] = [len(rows) for inputs in trainer._buffered_inputs for rows in inputs["rows"]]
         forget_launch()
     for name, (classes, sharded, settings) in WITH_PICTURES.items():
         if name not in wanted:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.launch import TORCHRUN, free_port
 from tests.engines.vllm.serve import Server
 from trl_fsdp_qlora.tools.small_base import character_tokenizer, new_model
 
@@ -69,7 +70,19 @@ ENGINES: dict = {}
 
 
 @pytest.fixture
-def shared_engine(monkeypatch):
+def ranks_are_forgotten():
+    """TRL writes torchrun's variables for an engine in this process; any later test would be a rank with its port."""
+    before = {name: os.environ.get(name) for name in TORCHRUN}
+    os.environ["MASTER_PORT"] = str(free_port())  # TRL takes 29500 if it is free, and so does another worker
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def shared_engine(monkeypatch, ranks_are_forgotten):
     """`vllm.LLM` as TRL knows it hands out one engine for each checkpoint: starting one takes ten seconds."""
     from trl.generation import vllm_generation
 

@@ -5,6 +5,7 @@ from tests.engines.vllm.conftest import (  # noqa: F401
     base,
     pytest_collection_modifyitems,
     quantized_base,
+    ranks_are_forgotten,
     server,
     shared_engine,
 )

@@ -151,6 +151,6 @@ def test_a_merge_into_the_base_ends_the_run(quantized_base, tmp_path):
     """PEFT puts another 4-bit weight in the place of the one that vLLM multiplies by."""
     trainer = on_quantized(quantized_base[0], tmp_path, vllm_share_base="on", max_steps=4)
     trainer.add_callback(Merges())
-    with pytest.raises(RolloutError, match=r"layers\.0\.\w+\.\w+_proj\.weight of the frozen base was written"):
+    with pytest.raises(RolloutError, match=r"layers\.0\.\w+\.\w+_proj\.weight"):
         trainer.train()
     assert trainer.state.global_step == 2

@@ -50,6 +50,7 @@ def test_checkpoints_change_nothing_and_hold_what_is_in_flight(tmp_path):
     assert in_flight["step"] == 1 and len(in_flight["generated"]["completion_ids"]) == 8
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_without_the_option_is_continued_with_it_and_the_other_way_round(tmp_path):
     for before, after in ((0, 1), (1, 0)):
         with SamplingServer() as server:
@@ -133,6 +134,7 @@ def test_two_ranks_train_on_the_same_prompts_in_the_same_order(tmp_path, data):
     assert runs[1][0]["sampling/staleness"] == staleness
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_under_fsdp2_learn_what_they_learn_under_ddp(tmp_path):
     sizes = {"per_device_train_batch_size": 4, "max_steps": 4, "rollouts_ahead": 1}
     runs = []

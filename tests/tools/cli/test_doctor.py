@@ -2,9 +2,10 @@ import re
 
 import pytest
 
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, tool_tokenizer
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.tools.cli import doctor
+from trl_fsdp_qlora.tools.small_base import new_model
 
 QUICK = "--config small-base/grpo/quickstart --model_name_or_path base --use_cpu true"
 
@@ -64,6 +65,43 @@ def test_each_finding_by_itself(words, level, text, findings):
     assert [item for item in problems if item["level"] == level and text in item["text"]], problems
     assert all("\n" not in item["text"] for item in items)
     assert status == any(item["level"] == "error" for item in problems)
+
+
+TOOLS = """
+def add(a: int, b: int) -> int:
+    '''Add two numbers.
+
+    Args:
+        a: the one
+        b: the other
+    '''
+    return a + b
+
+
+def without_thoughts(tokenizer):
+    from trl.chat_template_utils import add_response_schema
+
+    tokenizer = add_response_schema(tokenizer)  # TRL knows a template by its text
+    tokenizer.chat_template = tokenizer.chat_template.replace("reasoning_content", "nothing")
+    return tokenizer
+"""
+
+
+def test_a_template_that_strips_thinking_is_a_warning_unless_it_renders_the_history(findings, user_folder):
+    """Qwen3's own template keeps what was thought since the last question; without that line it strips."""
+    tokenizer = tool_tokenizer()
+    new_model(tokenizer, 0, hidden=32, layers=2).save_pretrained(user_folder / "agent")
+    tokenizer.save_pretrained(user_folder / "agent")
+    (user_folder / "my_tools.py").write_text(TOOLS)
+    agent = "--model_name_or_path agent --tools my_tools.py:add"
+    strips = "--tool_format my_tools.py:without_thoughts"
+    warnings = []
+    for words in (agent, f"{agent} {strips}", f"{agent} {strips} --history template"):
+        status, items = findings(words)
+        assert status == 0, items
+        warnings.append([item["text"] for item in items if item["check"] == "history"])
+    line = "the chat template strips earlier thinking: what is trained is not what is served; history: template"
+    assert warnings == [[], [line], []]
 
 
 def test_devices():

@@ -173,7 +173,7 @@ def test_grpo_trains_with_data_and_rewards_of_ones_own(folders):
     output = python(folders, "-m", "trl_fsdp_qlora", *words.split())
     assert "accelerate config: cpu, 1 process" in output
     assert re.search(r"step 2/2  loss \S+  reward -", output)
-    assert "20 training problems and 4 held-out problems from my_data.py:load" in output
+    assert "20 training problems and 4 held-out problems" in output
     assert (user_folder / "out" / "adapter_model.safetensors").is_file()
     card = (user_folder / "out" / "README.md").read_text()
     assert f"trl-fsdp-qlora {words}" in card.replace("\n", " ")

@@ -65,8 +65,8 @@ def test_a_function_of_ones_own_decides_in_place_of_answers(caplog):
         assert result.first_right == (0 if right else None)
         assert result.pass_at_k == right / 4
         assert "strict" not in str(result)
-    assert "accuracy_function fails failed (KeyError: 'oh'); the run continues" in caplog.text
-    assert "1 values for 4 completions" in caplog.text
+    assert "fails" in caplog.text and "KeyError: 'oh'" in caplog.text
+    assert "returns_one_value" in caplog.text
 
 
 def test_letters_and_texts_are_compared_by_their_words():

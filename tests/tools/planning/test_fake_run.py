@@ -19,10 +19,10 @@ from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, setti
 from trl_fsdp_qlora.compat.fake_forms import _attention, drop_as_on_a_gpu
 from trl_fsdp_qlora.compat.fake_tensors import DeviceMode
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
-from trl_fsdp_qlora.engines.decode.decoding import _Batch
+from trl_fsdp_qlora.engines.decode.decoding import _DecodedRows
 from trl_fsdp_qlora.long_rows import tiles
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.passes import Plan
+from trl_fsdp_qlora.prefix_sharing.passes import PassPlan
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
 from trl_fsdp_qlora.scoring import frozen_head, logprobs
@@ -111,7 +111,7 @@ def test_a_pass_peaks_where_it_was_planned(tmp_path, packed, checkpointing, use_
     assert planned(run, packed, grad) == pytest.approx(measured(run, built(run), packed, grad), rel=NEAR)
 
 
-def measured_step(run, model) -> tuple[int, Plan]:
+def measured_step(run, model) -> tuple[int, PassPlan]:
     """Peak bytes of an optimizer step on real tensors, by shared passes, and its passes."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -321,7 +321,7 @@ def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_pat
     ids = torch.zeros(run.rollout_rows, 4, dtype=torch.long)
     rows = torch.arange(run.rollout_rows)
     sampling = tf.GenerationConfig(do_sample=True)
-    steps = _Batch(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
+    steps = _DecodedRows(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
 
     def step():
         logits = torch.zeros(run.rollout_rows, vocabulary)

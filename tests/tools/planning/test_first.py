@@ -1,4 +1,7 @@
-"""A recipe plans before it loads: the warning, the error, and that a fault of the plan never ends a run."""
+"""A recipe plans before it loads: the warning, the error, and that a fault of the plan never ends a run.
+
+Covers `tools/recipe/rendering.py`.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +13,8 @@ from tests.tiny import config, prompts, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.tools.planning import first
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.tools.recipe.checks import Checked, user_code
+from trl_fsdp_qlora.tools.recipe.checks import Recipe, user_code
+from trl_fsdp_qlora.tools.recipe.rendering import longest_prompt
 from trl_fsdp_qlora.tools.small_base import character_tokenizer
 
 
@@ -22,7 +26,8 @@ def test_a_run_that_does_not_fit_is_warned_of_or_refused(tmp_path, monkeypatch, 
         script = ScriptArguments(dataset="addition", require_fit=require_fit)
         model = ModelConfig(model_name_or_path=base, use_peft=True, lora_target_modules=["all-linear"])
         args = config(EfficientGRPOConfig, tmp_path)
-        return first.plan_first(script, args, model, prompts(), Checked(character_tokenizer(), user_code(script)))
+        recipe = Recipe(script, args, model, user_code(script), character_tokenizer())
+        return first.plan_first(args, model, longest_prompt(recipe, prompts()), require_fit)
 
     plan = planned()
     printed = capsys.readouterr().out

@@ -161,12 +161,20 @@ def test_the_exit_status_says_whether_it_fits(tiny, monkeypatch, capsys):
     assert "fsdp2 on 4 × 24 GB" in capsys.readouterr().out  # the config has 8
     assert command([*line, "--hardware", "24GB x4", "--num_processes", "8"]) == 1
     printed = capsys.readouterr().out
-    assert "it does not fit: a machine has 4 cards for 8 ranks" in printed and "it fits" not in printed
-    for prompt, warns in ((112, False), (113, True)):  # next to 400 of a completion
-        command([*words(tiny, max_completion_length=400), "--hardware", "24GB", "--prompt_tokens", str(prompt)])
-        assert ("the 512 positions of the model; at most 399" in capsys.readouterr().out) == warns
-    command([*words(tiny, max_completion_length=400), "--hardware", "24GB", "--prompt_tokens", "512"])
-    assert "the 512 positions of the model; the prompts alone fill them" in capsys.readouterr().out
+    assert "4 cards for 8 ranks" in printed and "it fits" not in printed
+    command([*words(tiny, max_completion_length=400), "--hardware", "24GB", "--prompt_tokens", "113"])
+    assert "at most 399" in capsys.readouterr().out
+
+
+def test_rows_beyond_the_models_positions_are_a_warning(tiny):
+    plan = plan_recipe(words(tiny, max_completion_length=400), EfficientGRPOConfig, hardware="24GB")
+
+    def warning(prompt: int) -> str | None:
+        return replace(plan, settings=replace(plan.settings, prompt_tokens=prompt)).warning
+
+    assert warning(112) is None
+    assert "at most 399" in warning(113)
+    assert "512 positions" in warning(512)
 
 
 def test_a_rank_plans_without_the_others(tmp_path, monkeypatch):

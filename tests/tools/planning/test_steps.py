@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from tests.prefix_sharing.helpers import build
 from tests.tools.planning.models import config, folder, settings
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
+from trl_fsdp_qlora.prefix_sharing.recurrent.known_layers import recurrent_layers
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
 from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
 from trl_fsdp_qlora.tools.planning.launches import Launch

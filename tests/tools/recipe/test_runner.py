@@ -1,6 +1,6 @@
 """What a recipe's run is made of: LoRA's targets, its figures, its picture.
 
-Covers `tools/recipe/arguments.py`, `tools/recipe/checks.py`, `tools/recipe/measuring.py`, `tools/recipe/record.py`.
+Covers `tools/recipe/arguments.py`, `tools/recipe/checks.py`, `tools/recipe/record.py`.
 """
 
 import importlib
@@ -18,12 +18,13 @@ from peft import get_peft_model
 from trl import ModelConfig
 
 from tests.tiny import config, lora, save_tiny_model, these_first, tiny_model, trainer
+from tests.tools.recipe_scripts import recipe_of
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation
 from trl_fsdp_qlora.tools.recipe import checks, runner
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.tools.recipe.measuring import AccuracyCallback
 from trl_fsdp_qlora.tools.recipe.record import RunRecord, check_output_dir, next_commands, settings_in
+from trl_fsdp_qlora.tools.recipe.runner import AccuracyCallback
 
 
 def answered(rows: int = 8) -> Dataset:
@@ -50,7 +51,8 @@ def test_a_recipe_with_a_small_model_takes_one_thread(tmp_path):
     torch.set_num_threads(2)
     try:
         arguments = config(EfficientGRPOConfig, tmp_path / "out")
-        runner.build_trainer(EfficientGRPOTrainer, ScriptArguments("addition"), arguments, model, answered())
+        recipe = recipe_of(arguments, ScriptArguments("addition"), model)
+        runner.build_trainer(EfficientGRPOTrainer, recipe, answered())
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -71,7 +73,8 @@ class MeasuredRun:
         model = ModelConfig(model_name_or_path=self.base)
         settings = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 1, **changes}
         grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, self.folder / "out", model=self.base, **settings)
-        runner.run_recipe(grpo, script, answered(6), resume, model)
+        grpo.args.resume_from_checkpoint = resume
+        runner.run_recipe(grpo, recipe_of(grpo.args, script, model), answered(6))
         self.printed = self.capsys.readouterr().out
         self.card = (self.folder / "out" / "README.md").read_text()
         return json.loads((self.folder / "out" / "metrics.json").read_text())
@@ -114,7 +117,8 @@ def test_what_a_figure_does_not_depend_on_leaves_the_pair(measured_run):
 
 def test_the_cards_example_is_a_problem_that_was_measured_as_right(tmp_path):
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", save_tiny_model(tmp_path / "base"))
-    callback = AccuracyCallback(grpo, ScriptArguments("addition"), answered(), RunRecord(tmp_path / "out"))
+    recipe = recipe_of(grpo.args, ScriptArguments("addition"))
+    callback = AccuracyCallback(grpo, recipe, answered(), RunRecord(tmp_path / "out"))
     measured = Evaluation(8, 2, 0.25, (0.1, 0.6), 0, None, 1.0, 3.0, first_right=5)
     callback.fill_card(measured, 1)
     assert grpo.card_info.quickstart_prompt == answered()[5]["prompt"]
@@ -194,7 +198,9 @@ def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(me
     script = ScriptArguments("addition", skip_accuracy=True)
     settings = {"peft_config": lora(), "max_steps": 2, "model": measured_run.base}
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, measured_run.folder / "out", **settings)
-    record = runner.run_recipe(grpo, script, None, "auto", ModelConfig(model_name_or_path=measured_run.base))
+    grpo.args.resume_from_checkpoint = "auto"
+    model = ModelConfig(model_name_or_path=measured_run.base)
+    record = runner.run_recipe(grpo, recipe_of(grpo.args, script, model), None)
     assert record["before"] == measured_run.before and "after" not in record
 
 

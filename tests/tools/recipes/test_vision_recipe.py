@@ -8,15 +8,17 @@ import transformers as tf
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from safetensors.torch import load_file
-from trl import ModelConfig
+from trl import GRPOConfig, ModelConfig
 
 from tests.tiny import save_tiny_model, save_tiny_vision_model
 from tests.tools.report.test_page import data_of
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.tools.data.answers import DatasetError
 from trl_fsdp_qlora.tools.data.datasets import hold_out, read_problems, to_prompts
-from trl_fsdp_qlora.tools.planning.first import longest_prompt
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
+from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.tools.recipe.checks import Recipe, user_code
+from trl_fsdp_qlora.tools.recipe.rendering import longest_prompt
 
 from .conftest import RECIPES
 
@@ -74,7 +76,9 @@ def test_compare_and_the_plan_count_its_pictures(folder, capsys):
     dataset = to_prompts(read_problems("pictures.parquet")[:3])
     tokenizer = tf.AutoProcessor.from_pretrained("base").tokenizer
     lengths = [len(tokenizer(messages[0]["content"])["input_ids"]) for messages in dataset["prompt"]]
-    assert longest_prompt(tokenizer, dataset, ModelConfig(model_name_or_path="base")) == max(lengths) + 4
+    arguments = ScriptArguments("pictures.parquet"), GRPOConfig("out", use_cpu=True, bf16=False), ModelConfig("base")
+    recipe = Recipe(*arguments, user_code(arguments[0]), tokenizer)
+    assert longest_prompt(recipe, dataset) == max(lengths) + 4
 
 
 def test_pictures_are_part_of_a_question(folder):

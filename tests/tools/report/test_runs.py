@@ -14,6 +14,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import lora, prompts, save_tiny_model, trainer
+from tests.tools.recipe_scripts import recipe_of
 from tests.tools.report.test_page import charts, data_of, page_of
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, EfficientRLOOConfig, EfficientRLOOTrainer
 from trl_fsdp_qlora.tools.recipe import record, runner, script
@@ -42,11 +43,17 @@ def test_a_run_of_stock_trl(base, tmp_path):
     assert sum(count for _, _, _, count, _ in data["completions"]["groups"]) == len(written)
 
 
+def run_unmeasured(each):
+    """Run a recipe whose trainer is `each`, and which measures no accuracy."""
+    script_arguments = ScriptArguments("addition", skip_accuracy=True)
+    runner.run_recipe(each, recipe_of(each.args, script_arguments), None)
+
+
 def recipe_run(base, folder, kind=EfficientGRPOTrainer, config=EfficientGRPOConfig, **options):
     """Run a recipe of two steps, and return its trainer."""
     options = {"peft_config": lora(), "max_steps": 2, "logging_steps": 1, **options}
     each = trainer(kind, config, folder, model=base, **options)
-    runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
+    run_unmeasured(each)
     return each
 
 
@@ -56,7 +63,7 @@ def recipe_run(base, folder, kind=EfficientGRPOTrainer, config=EfficientGRPOConf
 def test_a_recipe_leaves_its_page_with_every_completion(base, tmp_path, kind, config, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["grpo.py", "--hub_token", "secret", "--output_dir", str(tmp_path)])
     each = recipe_run(base, tmp_path, kind, config)
-    assert " and report.html are in " in capsys.readouterr().out
+    assert " and report.html " in capsys.readouterr().out
     data = data_of(tmp_path / "report.html")
     completions = data["completions"]
     rows = completions["rows"]
@@ -89,7 +96,7 @@ def test_what_is_published_has_no_completions(base, tmp_path, monkeypatch):
 
     each.add_callback(Watch())
     monkeypatch.setattr(each, "push_to_hub", lambda **_: None)
-    runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
+    run_unmeasured(each)
     assert data_of(tmp_path / "report.html")["completions"] is before_the_first_push[0]["completions"] is None
     assert (tmp_path / "_completions").is_dir()  # transformers uploads nothing that begins with an underscore
 
@@ -103,8 +110,7 @@ def test_a_page_that_fails_is_a_warning(base, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("trl_fsdp_qlora.utils.nonfatal._warned", set())
     each = recipe_run(base, tmp_path)
     assert each.state.global_step == 2
-    assert "the page of the run failed (OSError: no space left on device); the run continues" in caplog.text
-    assert "keeping completions failed" in caplog.text
+    assert caplog.text.count("OSError: no space left on device") == 2
 
 
 class _EvaluateAfterEachStep(TrainerCallback):
@@ -119,7 +125,7 @@ def test_a_page_is_written_when_something_was_measured(base, tmp_path, monkeypat
     each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=base, peft_config=lora(), max_steps=2)
     each.eval_dataset = prompts(2)
     each.add_callback(_EvaluateAfterEachStep())
-    runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
+    run_unmeasured(each)
     assert len(pages) == 3  # of two evaluations and the end
     series = charts(data_of(tmp_path / "report.html"))["Reward"]["series"]
     assert [(each["name"], each["steps"]) for each in series] == [("reward", [1, 2]), ("evaluation", [1, 2])]
@@ -137,7 +143,7 @@ def test_warnings_of_a_run_are_on_its_page(base, tmp_path, monkeypatch, capsys):
     logging.set_verbosity(verbosity)
     assert list(script.WARNINGS.texts) == ["a reward of rewards.py gave None", "a token is missing"]
     assert capsys.readouterr().err.count("warning: a reward of /home/someone/rewards.py gave None") == 1
-    runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
+    run_unmeasured(each)
     assert "a reward of rewards.py gave None" in (tmp_path / "report.html").read_text()
 
 

@@ -123,7 +123,7 @@ def test_a_short_run_with_evaluation_is_stocks(lora, tmp_path, capsys):
     for each in trainers:
         each.train()
         each.evaluate(pairs())
-    assert "4 preference pairs in the loss" in capsys.readouterr().out
+    assert "4 preference pairs" in capsys.readouterr().out
     histories = [each.state.log_history for each in trainers]
     for stock, ours in zip(*histories, strict=True):
         for key in stock.keys() - {"total_flos"}:

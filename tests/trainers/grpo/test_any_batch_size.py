@@ -5,7 +5,7 @@ TRL's.
 import pytest
 
 from tests.tiny import these_first
-from trl_fsdp_qlora.prefix_sharing import check, passes
+from trl_fsdp_qlora.prefix_sharing import compared_rows, passes
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 from .test_trainer import assert_equal_runs
@@ -101,13 +101,13 @@ def test_full_fine_tuning(tmp_path, steps):
 def test_no_forward_of_a_cut_micro_batch_is_longer_than_a_pass(tmp_path, steps, monkeypatch):
     """The comparison of the first step included."""
     rows = []
-    compared = check.compared_rows
+    compared = compared_rows.compared_rows
 
     def watched(packed_model, batch, sequences, *limits):
         rows.append(compared(packed_model, batch, sequences, *limits))
         assert packed_model.build_forest(sequences.rows(rows[-1])).tokens <= 25
         return rows[-1]
 
-    monkeypatch.setattr(check, "compared_rows", watched)
+    monkeypatch.setattr(compared_rows, "compared_rows", watched)
     assert_equal_runs(tmp_path, ours_alone={"tokens_per_pass": 25}, **cut(8))
     assert steps and rows

@@ -387,4 +387,4 @@ def test_a_call_that_differs_from_the_plan_is_not_answered_from_it(tmp_path, mon
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", of_another_trl)
     look_ahead.logger.warning_once.cache_clear()
     assert_as_alone(tmp_path, "kept")
-    assert f"calls the model with another {name}" in caplog.text
+    assert name in caplog.text

@@ -178,8 +178,8 @@ def test_a_signal_ends_the_step_with_a_checkpoint(tmp_path, default_handlers, si
     with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
         grpo.train()
     line = str(ended.value) if signals[0] == signal.SIGINT else capfd.readouterr().err
-    then = "continue from checkpoint-2" if save_strategy == "steps" else "no checkpoint was saved yet, start again"
-    assert f'stopped at step 2 of 3; {then}: trainer.train(resume_from_checkpoint="auto")' in line
+    assert "step 2 " in line and ("checkpoint-2" in line) == (save_strategy == "steps")
+    assert 'trainer.train(resume_from_checkpoint="auto")' in line
     assert isinstance(ended.value, KeyboardInterrupt) or ended.value.code == 143
     assert kept(tmp_path) == (["checkpoint-2"] if save_strategy == "steps" else [])
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -192,7 +192,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, default_handlers, monkeypatch):
     monkeypatch.setattr(stopping, "_ONE_CTRL_C", 0.01)
     grpo = make(tmp_path, save_steps=1)
     kill_in_step(grpo, signal.SIGINT, signal.SIGINT, seconds=0.02)
-    with pytest.raises(KeyboardInterrupt, match="stopped at step 1 of 3; continue from checkpoint-1"):
+    with pytest.raises(KeyboardInterrupt, match=r"step 1 .*checkpoint-1"):
         grpo.train()
 
 
@@ -219,7 +219,7 @@ def test_auto_continues_from_the_newest_whole_checkpoint(run, caplog):
     grpo.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
     grpo.train(resume_from_checkpoint="auto")
     assert steps == [2, 3] and why_not_whole(run / "checkpoint-3") is None  # written again
-    assert len([message for message in caplog.messages if f"checkpoint-3: its file {WEIGHTS} " in message]) == 1
+    assert len([message for message in caplog.messages if "checkpoint-3" in message and WEIGHTS in message]) == 1
 
 
 _UNSAFE = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -241,6 +241,6 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch, kin
         if state.global_step == 2:
             monkeypatch.setattr(target, Mock(side_effect=error))
 
-    with pytest.raises(CheckpointError, match="checkpoint-2 was not written; the last whole one is checkpoint-1"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2\b.*checkpoint-1\b"):
         make(tmp_path, at_step_end=fill_the_disk).train()
     assert checkpoints.last_complete_checkpoint(tmp_path).name == "checkpoint-1"

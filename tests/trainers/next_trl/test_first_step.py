@@ -47,7 +47,7 @@ def test_the_comparison_happens_once_and_changes_nothing(name, monkeypatch):
 def test_a_selection_of_tokens_is_no_difference(untested, caplog):
     change = Change("nothing", lambda folder: None, settings=SAMPLED)
     steps.run("GRPO", True, change)
-    assert "The run continues as stock TRL" not in caplog.text
+    assert "stock TRL" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
@@ -56,7 +56,7 @@ def test_a_difference_is_one_line_and_the_run_continues_as_stock(name, untested,
     finished = TrlPass._finished
     monkeypatch.setattr(TrlPass, "_finished", lambda *args: (1.5 * finished(*args)[0], *finished(*args)[1:]))
     losses, update = steps.run(name, True, NOTHING)
-    (line,) = [record.getMessage() for record in caplog.records if "The run continues" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "as stock TRL" in record.getMessage()]
     assert "the gradients have the norm" in line or "the loss is" in line
     assert "pip install 'trl~=1.16.0'" in line
     assert losses == pytest.approx(expected[0], abs=1e-6)
@@ -69,7 +69,7 @@ def test_what_cannot_be_compared_runs_as_stock(untested, monkeypatch, caplog):
 
     monkeypatch.setattr(first_step, "_difference", fails)
     steps.run("RLOO", True, NOTHING)
-    assert "they could not be compared (RuntimeError: no such thing)" in caplog.text
+    assert "RuntimeError: no such thing" in caplog.text
 
 
 @pytest.mark.parametrize("under", ["DeepSpeed", "FSDP1"])
@@ -78,7 +78,7 @@ def test_what_cannot_compare_has_a_line(under, tmp_path, caplog):
     name = {"DeepSpeed": "is_deepspeed_enabled", "FSDP1": "is_fsdp_enabled"}[under]
     setattr(trainer, name, True)
     assert not first_step.is_to_be_compared(trainer)
-    (line,) = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "compared" in record.getMessage()]
     assert under in line
 
 

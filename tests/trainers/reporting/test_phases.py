@@ -48,6 +48,23 @@ def test_peak_bytes_of_a_phase():
         assert metrics[f"memory/{name}_peak_mib"] - metrics["memory/small_peak_mib"] == pytest.approx(256, abs=40)
 
 
+def test_the_planned_peak_is_next_to_the_measured_ones():
+    """A plan that a recipe made; a trainer in a script of one's own has none."""
+    clock = PhaseTimer(torch.device("cpu"))
+    if not clock.memory.available:
+        pytest.skip("no /proc/self/clear_refs here")
+    metrics = []
+    for planned in (0, 3 * MIB):
+        clock.planned = planned
+        with clock.phase("generate"):
+            pass
+        metrics.append(clock.drain_peaks())
+    without_plan, with_plan = metrics
+    assert without_plan.keys() == {"memory/generate_peak_mib"}
+    assert with_plan.keys() == {"memory/generate_peak_mib", "memory/planned_mib"}
+    assert with_plan["memory/planned_mib"] == 3.0
+
+
 def test_efficiency_of_a_batch_by_hand():
     # two groups of two: prompts of 3 and 1 tokens, completions of 2, 4, 1, 1
     prompt_mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 1]])

@@ -78,7 +78,7 @@ def test_a_function_that_fails_is_a_warning(tmp_path, caplog):
 
     made = trained(*TRAINERS[0], tmp_path, fails)
     assert made.state.global_step == 2
-    assert any("compute_metrics failed (ZeroDivisionError: of the metric)" in line for line in caplog.messages)
+    assert any("compute_metrics" in line and "ZeroDivisionError: of the metric" in line for line in caplog.messages)
 
 
 def test_an_argument_of_trls_own_is_trls(tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_resolving(tmp_path):
     make(tmp_path, 3)
     truncated = make(tmp_path, 5)
     (truncated / "weights.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"checkpoint-5.*weights\.bin.*checkpoint-3.*remove its manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-5.*weights\.bin.*checkpoint-3.*manifest\.json"):
         checkpoints.resolve_resume(tmp_path, str(truncated))
 
 
@@ -113,8 +113,8 @@ def test_damaged_checkpoints_are_passed_over_for_an_older_whole_one(tmp_path, ca
         caplog.clear()
         assert checkpoints.resolve_resume(tmp_path, resume) == str(tmp_path / "checkpoint-2")
         first, second = caplog.messages
-        assert "passing over" in first and "checkpoint-6: its file deep/more.bin" in first
-        assert "checkpoint-4: its file weights.bin" in second
+        assert "checkpoint-6" in first and "deep/more.bin" in first
+        assert "checkpoint-4" in second and "weights.bin" in second
     with pytest.raises(CheckpointError, match=r"checkpoint-4.*weights\.bin"):
         checkpoints.resolve_resume(tmp_path, str(tmp_path / "checkpoint-4"))
 
@@ -124,7 +124,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_at_step_0(tmp_pa
     """It would overwrite them. The manifest's removal means that the user wants the files as they are."""
     for step in (2, 4):
         flip_a_bit(make(tmp_path, step) / "weights.bin")
-    with pytest.raises(CheckpointError, match=r"checkpoint-4 \(its file weights.*checkpoint-2 .*remove its manifest"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4.*weights.*checkpoint-2 .*manifest"):
         checkpoints.resolve_resume(tmp_path, resume)
     (tmp_path / "checkpoint-4" / "manifest.json").unlink()
     assert checkpoints.resolve_resume(tmp_path, resume) == str(tmp_path / "checkpoint-4")
@@ -133,7 +133,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_at_step_0(tmp_pa
 def test_a_run_of_stock_trl_that_was_killed_in_its_first_checkpoint_starts_again(tmp_path, caplog):
     make(tmp_path, 3, whole=False)
     assert checkpoints.resolve_resume(tmp_path, "auto") is None
-    assert "checkpoint-3: its trainer_state.json is missing" in caplog.text
+    assert "checkpoint-3" in caplog.text and "trainer_state.json" in caplog.text
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         checkpoints.resolve_resume(tmp_path, True)
 

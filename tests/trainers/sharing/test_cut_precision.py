@@ -51,7 +51,9 @@ def assert_as_near_as_stock(trainer, inputs, exact_of, monkeypatch, select=lambd
         micro_batches = sliced(inputs, count)
         with closed(trainer.sharing):
             stock = error(select(step_gradients(trainer, micro_batches, 0)), exact)
-        monkeypatch.setattr(passes.Plan, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most)
+        monkeypatch.setattr(
+            passes.PassPlan, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most
+        )
         cut = error(select(step_gradients(trainer, micro_batches, 1)), exact)
         assert stock > 1e-4, "it was not computed in half precision"
         assert cut <= MOST_TIMES_STOCK * stock, (count, pass_count)

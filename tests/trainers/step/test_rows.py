@@ -3,8 +3,10 @@
 Covers `trainers/rollouts/episodes.py`.
 """
 
+import itertools
 import random
 from contextlib import nullcontext
+from inspect import signature
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from datasets import Dataset
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from trl import GRPOTrainer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import BitsAndBytesConfig
+from trl import GRPOTrainer, RLOOTrainer
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
@@ -96,11 +99,25 @@ class PlainLoop(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **options):
         values = []
+        all_rows = []
         for ids, mask in zip(input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:], strict=True):
-            of_rows = torch.cat([self.of_row(model, row) for row in self.rows_of(ids.tolist())], 1)
+            rows = self.rows_of(ids.tolist())
+            all_rows += rows
+            of_rows = torch.cat([self.of_row(model, row) for row in rows], 1)
             values.append(torch.nn.functional.pad(of_rows, (0, logits_to_keep - of_rows.shape[1])) * mask)
         logps_BC, entropies_BC = torch.stack(values, 1)
-        return logps_BC, entropies_BC, None
+        return logps_BC, entropies_BC, self.router_loss(model, all_rows) if self.aux_loss_enabled else None
+
+    def router_loss(self, model, rows):
+        """That of one call with all rows; of padded rows the mean over calls with as many rows as TRL's batch."""
+        ids = [torch.tensor(row["input_ids"]) for row in rows]
+        input_ids = pad_sequence(ids, batch_first=True)
+        mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+        count = self.args.per_device_train_batch_size if self.args.prefix_sharing == "off" else len(rows)
+        losses = []
+        for part, mask_of_part in zip(input_ids.split(count), mask.split(count), strict=True):
+            losses.append(model(input_ids=part, attention_mask=mask_of_part, output_router_logits=True).aux_loss)
+        return torch.stack(losses).mean()
 
     def of_row(self, model, row):
         """Log-probabilities and entropies of the sampled tokens of a row, `(2, N)`."""
@@ -140,6 +157,11 @@ def draw(trainer):
 def assert_equal_losses(trainer, rows, tolerance=TOLERANCE):
     inputs = draw(trainer)
     assert "rows" in inputs
+    assert_equals_the_loop(trainer, rows, inputs, tolerance)
+    return inputs
+
+
+def assert_equals_the_loop(trainer, rows, inputs, tolerance=TOLERANCE):
     expected = plain_loss(trainer, rows, inputs)
     expected.backward()
     reference = gradients(trainer.model)
@@ -147,18 +169,6 @@ def assert_equal_losses(trainer, rows, tolerance=TOLERANCE):
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_equal_gradients(gradients(trainer.model), reference, tolerance)
-    return inputs
-
-
-LOSSES = [*((loss_type, "token") for loss_type in LOSS_TYPES), ("grpo", "sequence"), ("luspo", "sequence")]
-
-
-@pytest.mark.parametrize("loss_type, level", these_first(LOSSES, ("dapo", "token"), ("vespo", "token"), LOSSES[-1]))
-def test_losses(tmp_path, loss_type, level):
-    rows = episodes()
-    trainer = make_trainer(tmp_path, rows, loss_type=loss_type, importance_sampling_level=level)
-    assert_equal_losses(trainer, rows)
-    assert trainer.sharing.figures.tokens
 
 
 OPTIONS = {
@@ -188,33 +198,90 @@ def test_options(tmp_path, name):
     assert (f"{name[:3]}_per_token_logps" in inputs) == (name in ("reference", "old policy"))
 
 
-@pytest.mark.parametrize("name", these_first(["gemma3", "qwen3_5", "qwen3_next", "gpt_oss", "sees"], "gemma3"))
-def test_models(tmp_path, name):
-    rows = episodes()
-    # Of the loss that depends on scores alone: a router loss is one of whole rows.
-    no_router_loss = {"router_aux_loss_coef": 0.0} if name in ("qwen3_next", "gpt_oss") else {}
-    trainer = make_trainer(
-        tmp_path, rows, build(MULTIMODAL["qwen2_5_vl"] if name == "sees" else name), **no_router_loss
-    )
-    # With weights as large as here stock's own gradients of gated delta rules are 1e-5 from those in float64.
-    assert_equal_losses(trainer, rows, 1e-5 if "qwen3_" in name else TOLERANCE)
-    assert trainer.sharing.figures.tokens
+FAMILIES = ("qwen3", "qwen3_5", "qwen3_next", "gemma3", "gpt_oss", "sees")
+# With weights as large as here stock's own gradients of gated delta rules are 1e-5 from those in float64.
+TOLERANCES = dict.fromkeys(("qwen3_5", "qwen3_next"), 1e-5)
 
 
-def test_nf4(tmp_path):
-    """With a base in 4 bits, against the same base in a plain loop."""
-    build("qwen3").save_pretrained(tmp_path / "model")
-    kind = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
-    load = {"quantization_config": BitsAndBytesConfig(**kind), "dtype": torch.float32}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **load)
-    rows = episodes()
-    trainer = make_trainer(tmp_path, rows, model)
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """A function that makes the model of a family: its weights as they are, or in 4 bits (nf4).
+
+    The weights are float32, so that a difference is one of the passes and not of rounding; LoRA's own code is the same
+    over a base in 16 bits.
+    """
+    folder = tmp_path_factory.mktemp("models")
+
+    def make(name, base="whole"):
+        model = build(MULTIMODAL["qwen2_5_vl"] if name == "sees" else name)
+        if base == "whole":
+            return model
+        model.save_pretrained(folder / name)
+        nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+        packed = type(model).from_pretrained(
+            folder / name, quantization_config=BitsAndBytesConfig(**nf4), dtype=torch.float32
+        )
+        assert any(type(module).__name__ == "Linear4bit" for module in packed.modules())
+        return packed
+
+    return make
+
+
+def make_float(trainer):
+    """TRL casts the adapters of quantized models to bf16; here they are float32, so that no rounding differs."""
     for parameter in trainer.model.parameters():
-        if parameter.requires_grad:  # TRL casts the adapters of quantized models to bf16
+        if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    assert any(type(module).__name__ == "Linear4bit" for module in trainer.model.modules())
-    assert_equal_losses(trainer, rows)
+
+
+LOSSES = [*((loss_type, "token") for loss_type in LOSS_TYPES), ("grpo", "sequence"), ("luspo", "sequence")]
+PRODUCT = list(itertools.product(LOSSES, FAMILIES, ("whole", "nf4")))
+QUICK = [
+    (("dapo", "token"), "gemma3", "whole"),
+    (("vespo", "token"), "qwen3", "whole"),
+    (("grpo", "token"), "qwen3", "nf4"),
+    (LOSSES[-1], "qwen3_5", "whole"),
+]
+
+
+@pytest.mark.parametrize("loss, name, base", these_first(PRODUCT, *QUICK))
+def test_losses_of_models(tmp_path, model_of, loss, name, base):
+    """Each loss and level over rows of each family of models, the base whole or in 4 bits, against the plain loop."""
+    loss_type, level = loss
+    rows = episodes()
+    # A router loss is one of a whole call and none of a row, see the next test.
+    trainer = make_trainer(
+        tmp_path,
+        rows,
+        model_of(name, base),
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        router_aux_loss_coef=0.0,
+    )
+    make_float(trainer)
+    assert_equal_losses(trainer, rows, TOLERANCES.get(name, TOLERANCE))
     assert trainer.sharing.figures.tokens
+
+
+ROUTED = [("qwen3_moe", "whole"), ("qwen3_moe", "nf4"), ("qwen3_next", "whole"), ("gpt_oss", "whole")]
+
+
+@pytest.mark.parametrize("prefix_sharing", ["auto", "off"])
+@pytest.mark.parametrize("name, base", these_first(ROUTED, ROUTED[0]))
+def test_router_losses(tmp_path, model_of, name, base, prefix_sharing):
+    """The router loss is that of stock calls with the rows of the micro-batch, as TRL's is of its batch."""
+    model = model_of(name, base)
+    model.config.output_router_logits = True
+    rows = episodes()
+    trainer = make_trainer(tmp_path, rows, model, router_aux_loss_coef=0.5, prefix_sharing=prefix_sharing)
+    make_float(trainer)
+    assert trainer.aux_loss_enabled
+    assert_equal_losses(trainer, rows, TOLERANCES.get(name, TOLERANCE))
+
+
+def test_rloo_has_no_episodes():
+    """TRL's RLOO takes neither tools nor a `rollout_func`, so none of its episodes has several rows."""
+    assert not {"tools", "environment_factory", "rollout_func"} & signature(RLOOTrainer.__init__).parameters.keys()
 
 
 STEPS = [(4, 1, None), (2, 2, None), (1, 4, None), (1, 4, 25), (4, 1, 30), (4, 1, 1)]
@@ -235,6 +302,30 @@ def test_micro_batches(tmp_path, size, accumulation, tokens_per_pass, prefix_sha
         prefix_sharing=prefix_sharing,
         beta=0.1,
     )
+    assert_equal_step(trainer, rows)
+
+
+@pytest.mark.parametrize("size, accumulation, tokens_per_pass", these_first(STEPS, STEPS[3]))
+def test_router_losses_of_micro_batches(tmp_path, size, accumulation, tokens_per_pass, monkeypatch):
+    """Each micro-batch has the router loss of its own rows, also if several run in one pass or one is cut."""
+    monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
+    model = build("qwen3_moe")
+    model.config.output_router_logits = True
+    rows = episodes()
+    trainer = make_trainer(
+        tmp_path,
+        rows,
+        model,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulation,
+        tokens_per_pass=tokens_per_pass,
+        router_aux_loss_coef=0.5,
+    )
+    assert_equal_step(trainer, rows)
+
+
+def assert_equal_step(trainer, rows):
+    """The weights move by the sum of the plain loops' gradients."""
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in trained]
     trainer.train()
@@ -343,7 +434,7 @@ def test_a_checkpoint_between_two_generations(tmp_path):
 def test_t_spmo_refuses_rows(tmp_path):
     rows = episodes()
     trainer = make_trainer(tmp_path, rows, cls=TSPMOTrainer, config_cls=TSPMOConfig)
-    with pytest.raises(UserError, match="T-SPMO knows no episodes of several rows"):
+    with pytest.raises(UserError, match="T-SPMO"):
         draw(trainer)
 
 

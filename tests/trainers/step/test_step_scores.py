@@ -134,7 +134,9 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inpu
         micro_batches = sliced(inputs, count)
         with closed(trainer.sharing):
             expected = step_gradients(trainer, micro_batches, 0)
-        monkeypatch.setattr(passes.Plan, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most)
+        monkeypatch.setattr(
+            passes.PassPlan, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most
+        )
         planned.clear()
         actual = step_gradients(trainer, micro_batches, 1)
         assert [len(plan.rows_of_pass) for plan in planned] == [pass_count]

@@ -35,7 +35,7 @@ def test_tokens_of_other_rows_are_not_masked_by_those_of_the_loss(made, monkeypa
     request = request_of(made)
     monkeypatch.setattr(trl_pass, "is_tested", lambda: False)
     assert scored(made, request, lambda ids: ids)[0].shape == request.scored_BC.shape
-    with pytest.raises(UserError, match="scores other rows"):
+    with pytest.raises(UserError, match="other rows"):
         scored(made, request, lambda ids: ids.flip(0))
 
 

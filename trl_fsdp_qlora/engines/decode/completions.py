@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ...compat.trl import Vision
     from ..vllm.engine import AdapterEngine
 
+Drawn = TypeVar("Drawn")
 CONCURRENCY = 64  # simultaneous requests to a vLLM server, each for one prompt; TRL's client keeps as many connections
 
 
@@ -38,7 +39,7 @@ def _compute_device(model: nn.Module) -> torch.device:
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
-def vision_tensors(vision: "Vision", width: int, device: torch.device | None = None) -> dict[str, Any]:
+def vision_tensors(vision: "Vision", width: int, device: torch.device | None = None) -> "Vision":
     """A processor's fields as tensors; those per token are left-padded to `width`, `num_images` stays a list."""
     tensors = {}
     for name, value in vision.items():
@@ -114,8 +115,8 @@ def _padded(prompt_ids: list[list[int]], width: int, pad: int, device: torch.dev
 
 
 def _of_distinct_prompts(
-    batch: dict[str, Any], pictures: dict[str, Any], decoding: Decoding, is_chunked: bool
-) -> dict[str, Any]:
+    batch: "Vision", pictures: "Vision", decoding: Decoding, is_chunked: bool
+) -> dict[str, object]:
     """`generate`'s arguments for one row of each distinct prompt; `decoding` learns which rows belong to it."""
     keys = [batch["input_ids"], batch["attention_mask"]]
     if pictures:
@@ -247,8 +248,8 @@ def pace() -> dict[str, float]:
 def over_ranks(
     count: int,
     batch_size: int,
-    generate: Callable[[range], Any],
-    score: Callable[[range, Any], Sequence],
+    generate: Callable[[range], Drawn],
+    score: Callable[[range, Drawn], Sequence],
     *,
     synced_gpus: bool = False,
     description: str | None = None,

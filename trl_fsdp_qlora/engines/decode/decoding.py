@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
@@ -165,7 +165,7 @@ class Decoding:
         """Token ids `(R, P + C)` of prompts and completions; finished rows are padded, as `_sample` returns them."""
         synced_gpus = synced_by_default(model) if self.synced_gpus is None else self.synced_gpus
         prompt_R = torch.arange(len(input_ids), device=input_ids.device) if self.prompt_R is None else self.prompt_R
-        batch = _Batch(input_ids, prompt_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
+        batch = _DecodedRows(input_ids, prompt_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
         # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
         keeps = self.turns is not None and not self.turns.is_last and not self.has_images
@@ -193,7 +193,7 @@ class Decoding:
                         batch.drop_finished(synced_gpus)
         return torch.cat([input_ids[prompt_R], torch.stack(batch.columns, 1)], 1)
 
-    def with_images(self, batch: dict[str, Any], chunked: bool) -> dict[str, Any]:
+    def with_images(self, batch: "Vision", chunked: bool) -> "Vision":
         """`generate`'s arguments for prompts with images.
 
         `generate` runs the vision tower before it calls this loop. In two cases the pixels therefore stay here, and
@@ -218,13 +218,14 @@ class Decoding:
         return {name: x for name, x in batch.items() if name in needed}
 
     def _prefill(
-        self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
+        self, model, ids_UP, prompt_R: torch.Tensor, batch: "_DecodedRows", config: GenerationConfig, synced_gpus: bool
     ):
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
         prompts = Prefill(
             model, ids_UP, batch.kwargs, batch.cache_name, config, synced_gpus=synced_gpus, pixels=self._pixels
         )
-        outputs = prompts.run(prompts.parts(self.turns, self.has_images))
+        parts = prompts.parts(self.turns, self.has_images)
+        outputs = prompts.run(parts)
         self.work.prefill_tokens += prompts.tokens
         self.work.prefill_tokens_stock += batch.ids_AL.numel()
         take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
@@ -269,7 +270,7 @@ def distinct_rows(keys_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return first_U, place_U[prompt_R]
 
 
-class _Batch:
+class _DecodedRows:
     """The rows still in the batch (A of R), the state of each row, and the completions of all rows.
 
     Attributes:

@@ -7,9 +7,9 @@ messages. If their tokens continue the row of the turn before, the row continues
 that the engine returned. If they part from it, a row begins.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...compat import trl as trls
 from ...compat.trl_rollouts import with_own_template, with_turns_by
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NOT_AS_SERVED = "the chat template strips earlier thinking: what is trained is not what is served; history: template"
 
 
-def tokenized_as_served(trainer: "GRPOTrainer", tokenize_prompts: Any, prompts: list) -> tuple:
+def tokenized_as_served(trainer: "GRPOTrainer", tokenize_prompts: Callable[[list], tuple], prompts: list) -> tuple:
     """TRL's `_tokenize_prompts` with the tokenizer's own chat template, and not with TRL's for training."""
     with with_own_template(trainer):
         return tokenize_prompts(prompts)
@@ -86,9 +86,9 @@ class RenderedHistory:
         return episodes
 
 
-def _sampled_turns(ids: list[int], values: list, mask: list[int]) -> list[list[tuple[int, Any]]]:
+def _sampled_turns(ids: list[int], values: list, mask: list[int]) -> list[list[tuple[int, float]]]:
     """The sampled tokens of a completion with their values, turn by turn: what tools returned is between turns."""
-    turns: list[list[tuple[int, Any]]] = []
+    turns: list[list[tuple[int, float]]] = []
     was_sampled = False
     for token, value, is_sampled in zip(ids, values, mask, strict=True):
         if is_sampled:

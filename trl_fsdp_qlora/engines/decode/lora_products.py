@@ -12,7 +12,7 @@ layers read the same input is seen in the first forward of a rollout, the prefil
 Letters: R rows and their tokens, I inputs of a layer, O its outputs, K ranks of all adapters of a group.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
-from ...utils.replaced import replaced
+from ...compat.generation import without_copy
 
 
 @contextmanager
@@ -37,25 +37,11 @@ def joined_products(model: nn.Module) -> Iterator[None]:
             if name is None:
                 continue
             if type(layer).__name__ == "Linear4bit":
-                restoring.enter_context(replaced(layer, forward=_without_copy(layer, name, products)))
+                restoring.enter_context(without_copy(layer, name, products))
             else:
                 layer.lora_variant[name] = products
                 restoring.callback(layer.lora_variant.pop, name)
         yield
-
-
-def _without_copy(layer: LoraLayer, name: str, products: "_Products") -> Callable:
-    """The forward of PEFT's 4-bit `layer`, which copies the base's output for a backward that a rollout has not."""
-
-    def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        if args or kwargs or layer.disable_adapters or layer.merged:
-            return type(layer).forward(layer, x, *args, **kwargs)
-        result = layer.base_layer(x)
-        if not torch.is_autocast_enabled():
-            x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
-        return products.forward(layer, name, x, result)
-
-    return forward
 
 
 def _only_adapter(layer: LoraLayer) -> str | None:

@@ -6,10 +6,9 @@ caches of the parts are then joined in the order of the prompts. Most batches ha
 Letters: U distinct prompts, P columns of the padded prompts.
 """
 
-from typing import Any
-
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ...compat.generation import prefill, unfinished
 from ...prefix_sharing.batch import PER_IMAGE, PER_TOKEN
@@ -38,7 +37,7 @@ class Prefill:
         self,
         model: PreTrainedModel,
         ids_UP: torch.Tensor,
-        arguments: dict[str, Any],
+        arguments: dict[str, object],
         cache_name: str,
         config: GenerationConfig,
         *,
@@ -75,7 +74,7 @@ class Prefill:
         self.tokens += shared
         return [Continuation(every_row, [beginning] * count, width - shared)]
 
-    def run(self, parts: list[Continuation]) -> Any:
+    def run(self, parts: list[Continuation]) -> ModelOutput:
         """The model's outputs with logits `(U, 1, V)` of each prompt's last token, and one cache of all prompts."""
         waiting = list(parts)
         caches = []
@@ -100,7 +99,7 @@ class Prefill:
             outputs[self.cache_name] = joined_cache(self.model.config, caches, order_U, width)
         return outputs
 
-    def _forward(self, part: Continuation, lengths: list[int]) -> Any:
+    def _forward(self, part: Continuation, lengths: list[int]) -> ModelOutput:
         """The model's outputs for the last `part.new` columns of some prompts, which continue from kept caches.
 
         Args:
@@ -117,7 +116,7 @@ class Prefill:
         part.kept.clear()  # frees the kept rows' memory before the forward
         return prefill(self.model, new_ids, self.config, arguments)
 
-    def _arguments_of(self, rows: torch.Tensor, width: int, with_images: bool) -> dict[str, Any]:
+    def _arguments_of(self, rows: torch.Tensor, width: int, with_images: bool) -> dict[str, object]:
         """The forward's arguments for the last `width` columns of some prompts."""
         arguments = {}
         images = {}
@@ -132,13 +131,13 @@ class Prefill:
         return {**arguments, **(self._pixels or images)} if with_images else arguments
 
 
-def padding_of(ids_UP: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+def padding_of(ids_UP: torch.Tensor, arguments: dict[str, object]) -> torch.Tensor:
     """Columns of padding before each prompt, `(U,)`; `generate` passes no mask if there is no padding."""
     mask_UP = arguments.get("attention_mask")
     return ids_UP.new_zeros(len(ids_UP)) if mask_UP is None else (mask_UP == 0).sum(1)
 
 
-def rows_of(name: str, value: object, rows: torch.Tensor) -> Any:
+def rows_of(name: str, value: object, rows: torch.Tensor) -> object:
     """The rows `rows` of the model's argument `name`; an argument that is no tensor is returned unchanged."""
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value

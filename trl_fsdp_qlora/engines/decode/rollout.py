@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -11,17 +11,19 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import GenerationConfig
 
+from ...compat.generation import drawing_one_token
 from ...compat.trl_rollouts import Turn, unwrapped_for_generation
+from ...errors import UserError
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
 from ...prefix_sharing.batch import PER_TOKEN
 from ...scoring.cpu_linear import beats_mkl
-from ...utils.replaced import replaced
 from .completions import complete, vision_tensors
 from .decoding import DecodingWork, why_stock
 from .turns import KeptTurns, why_not_kept
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
+    from trl.distributed import DistributedBackend
 
     from ...compat.trl import Vision
 
@@ -32,14 +34,14 @@ class GenerateSettings(NamedTuple):
     """A trainer's settings for transformers' `generate`; a completion is cut after the first of `eos_token_ids`."""
 
     config: GenerationConfig
-    overrides: dict[str, Any]  # take precedence over the model's own generation config
+    overrides: dict[str, object]  # take precedence over the model's own generation config
     eos_token_ids: list[int]
 
 
 class Rollout:
     """Source of completions for a model in any wrapper; `backend` is TRL's `DistributedBackend`."""
 
-    def __init__(self, args: "GRPOConfig", accelerator: Accelerator, backend: Any):
+    def __init__(self, args: "GRPOConfig", accelerator: Accelerator, backend: "DistributedBackend"):
         self.args = args
         self.accelerator = accelerator
         self.backend = backend
@@ -73,7 +75,15 @@ class Rollout:
             stock, turn: `GRPOTrainer._generate_single_turn` and its arguments.
             wrapped: the policy as it was prepared.
             settings: settings of transformers' `generate`; `None` if another engine generates.
+
+        Raises:
+            UserError: the first prompt has no tokens. TRL pads a batch in the first row's dtype, which is then float.
         """
+        if turn.prompt_ids and not len(turn.prompt_ids[0]):
+            raise UserError(
+                "a prompt of this batch has no tokens, and TRL cannot draw behind it; leave such rows out: "
+                "dataset.filter(lambda row: row['prompt'])"
+            )
         if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
             with restore_weights(self.accelerator.unwrap_model(wrapped)):
                 return stock(**turn._asdict())
@@ -139,7 +149,7 @@ class Rollout:
         while self._any_rank_goes_on(False):
             # This rank's token is not used; the decoding loop continues as long as any rank's loop does.
             turn = Turn([prompt[-1:]], None, {}, num_generations=1)
-            with replaced(settings.config, max_new_tokens=1):
+            with drawing_one_token(settings.config):
                 self._turn(stock, turn, wrapped, settings, self._turns)
             self._turns.clear()
             self._turns.number += 1
@@ -226,7 +236,7 @@ class Rollout:
             yield model, self.is_sharded and not is_gathered(wrapped)
 
 
-def _vision_of(turn: Turn) -> dict[str, Any]:
+def _vision_of(turn: Turn) -> "Vision":
     """A turn's images as the processor's tensors, with the number of images of each prompt; empty without images."""
     fields = turn.multimodal_fields
     if not turn.images and not any(name.startswith("pixel_values") for name in fields):

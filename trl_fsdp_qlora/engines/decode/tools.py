@@ -63,13 +63,14 @@ def limited_tools(
 
     `attributes` are lists of `{name: tool}`; without them, tools take as long as they take.
     """
-    limited_by_attribute = {
-        attribute: [
-            {name: limited(tool, seconds) for name, tool in tools.items()} for tools in getattr(trainer, attribute)
-        ]
-        for attribute in attributes
-        if hasattr(trainer, attribute)
-    }
+    limited_by_attribute = {}
+    for attribute in attributes:
+        if not hasattr(trainer, attribute):
+            continue
+        limited_by_attribute[attribute] = []
+        for tools in getattr(trainer, attribute):
+            with_limits = {name: limited(tool, seconds) for name, tool in tools.items()}
+            limited_by_attribute[attribute].append(with_limits)
     return with_tools(trainer, limited_by_attribute)
 
 

@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...prefix_sharing.facts import position_limit
-from ...prefix_sharing.recurrent.kinds import continues_from_states, recurrent_layers
+from ...prefix_sharing.recurrent.known_layers import continues_from_states, recurrent_layers
 
 logger = get_logger(__name__)
 

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -91,7 +90,7 @@ def _why_not_served(config: LoraConfig) -> str | None:
     return f"its rank {config.r} is above {_RANKS[-1]}" if config.r > _RANKS[-1] else None
 
 
-def _fields_that_count(config: LoraConfig) -> dict[str, tuple[Any, Any]]:
+def _fields_that_count(config: LoraConfig) -> dict[str, tuple[object, object]]:
     """The fields of which vLLM reads nothing and that may change a product, by name: their values and defaults."""
     unread = {}
     for field in fields(config):

@@ -8,12 +8,12 @@ one.
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
 
-from ...compat.trl_rollouts import IMPORTANCE_RATIO, SAMPLED_LOGPS, SAMPLING_METRICS
+from ...compat.trl_rollouts import IMPORTANCE_RATIO, SAMPLED_LOGPS, SAMPLING_METRICS, DrawnRows
 from .adapter_sync import RolloutError
 from .sync_choice import truncations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def sampled_mask(inputs: dict[str, Any]) -> torch.Tensor:
+def sampled_mask(inputs: DrawnRows) -> torch.Tensor:
     """Tokens that the engine drew: those of the completion that no tool returned. Bool `(B, C)`."""
     mask_BC = inputs["completion_mask"].bool()
     return mask_BC & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask_BC
@@ -90,7 +90,7 @@ _NEUTRAL = (
 )  # fmt: skip
 
 
-def sampling_figures(inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC: torch.Tensor | None) -> torch.Tensor:
+def sampling_figures(inputs: DrawnRows, policy_BC: torch.Tensor, scored_BC: torch.Tensor | None) -> torch.Tensor:
     """This rank's figures for [`sampling_metrics`]: `(3,)`, with importance weights `(7,)`.
 
     The figures stay on the device, so the host does not wait.

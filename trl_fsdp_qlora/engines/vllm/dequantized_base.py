@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -182,7 +181,7 @@ def layer_of(name: str) -> str:
     return re.match(r"(.*?\.\d+\.)?", name)[0]
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: dict[str, object]) -> None:
     text = json.dumps(content, default=str)
     path.write_text(f"{text}\n", encoding="utf-8")
 

@@ -4,7 +4,7 @@ vLLM alone would take the checkpoint's. A run in fp16 of a checkpoint in bfloat1
 rounding.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +25,7 @@ def trainer_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
     return of_autocast or of_4_bit_base or model.dtype
 
 
-def engine_options(args: "GRPOConfig", model: nn.Module, accelerator: Accelerator) -> dict[str, Any]:
+def engine_options(args: "GRPOConfig", model: nn.Module, accelerator: Accelerator) -> dict[str, object]:
     """Further arguments of `vllm.LLM` in this process: the trainer's dtype, and the user's, which take precedence."""
     dtype = str(trainer_dtype(model, accelerator)).removeprefix("torch.")
     return {"dtype": dtype, **(args.vllm_engine_kwargs or {})}

@@ -7,11 +7,11 @@ weights.
 
 import logging
 import uuid
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate.utils import broadcast_object_list
 from requests.adapters import HTTPAdapter, Retry
@@ -19,7 +19,6 @@ from requests.adapters import HTTPAdapter, Retry
 from ...compat.trl import VLLMClient, VLLMGeneration
 from ...compat.vllm import llm_with, skip_destroyed_groups
 from ...utils.ranks import on_main
-from ...utils.replaced import replaced
 from ...utils.resources import cache_folder
 from .adapter_sync import (
     AdapterVersions,
@@ -69,6 +68,16 @@ class _Serving:
             engine.remove_lora(self.adapter.lora_int_id)
         self.adapter = request
 
+    @contextmanager
+    def answering_as_base(self) -> Iterator[None]:
+        """A context without an adapter."""
+        adapter = self.adapter
+        self.adapter = None
+        try:
+            yield
+        finally:
+            self.adapter = adapter
+
     def sleep(self, level: int = 2) -> None:
         if self._frees_the_cache_alone:
             # The last requests are over, but vLLM 0.31 frees no cache before a step has passed that to its worker.
@@ -89,13 +98,13 @@ class _Serving:
             self._weights_in_host_memory = False
 
 
-def server_info(args: "GRPOConfig") -> dict[str, Any]:
+def server_info(args: "GRPOConfig") -> dict[str, dict | None]:
     """The options that a trainer's vLLM server was started with; waits for `vllm_server_timeout`, as TRL does."""
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     return _options_of(VLLMClient(url, connection_timeout=args.vllm_server_timeout))
 
 
-def _options_of(client: VLLMClient) -> dict[str, Any]:
+def _options_of(client: VLLMClient) -> dict[str, dict | None]:
     """The options that a server was started with, for which TRL 1.15's client has no method."""
     if hasattr(client, "get_server_info"):
         return client.get_server_info()
@@ -157,6 +166,16 @@ class AdapterServer(VLLMClient):
         for endpoint in ("load_lora_adapter", "unload_lora_adapter"):
             self.session.mount(f"{self.base_url}/v1/{endpoint}", HTTPAdapter(max_retries=retry))
 
+    @contextmanager
+    def answering_as_base(self) -> Iterator[None]:
+        """A context in which the server is asked for completions of the base, not of the adapter."""
+        adapter = self.model
+        self.model = self.base
+        try:
+            yield
+        finally:
+            self.model = adapter
+
     def ask(self, endpoint: str, content: dict) -> None:
         """Load or unload an adapter; raises [`RolloutError`] with the server's reason."""
         response = self.session.post(f"{self.base_url}/v1/{endpoint}", json=content)
@@ -193,7 +212,7 @@ class AdapterEngine(VLLMGeneration):
         base: str,
         max_lora_rank: int,
         versions: AdapterVersions,
-        engine_kwargs: dict[str, Any] | None = None,
+        engine_kwargs: dict[str, object] | None = None,
         own_base: str | None = "",
         one_base: Callable[[], ModuleType] | None = None,
         **options,
@@ -282,9 +301,8 @@ class AdapterEngine(VLLMGeneration):
 
     def without_adapter(self) -> AbstractContextManager:
         """Context in which the engine answers with the base model: the reference policy of a LoRA run."""
-        if self.mode == "colocate":
-            return replaced(self.llm, adapter=None)
-        return replaced(self.vllm_client, model=self.vllm_client.base)
+        engine = self.llm if self.mode == "colocate" else self.vllm_client
+        return engine.answering_as_base()
 
 
 def why_not_shared(args: "GRPOConfig", model, accelerator, one_base: Callable[[], ModuleType]) -> str | None:

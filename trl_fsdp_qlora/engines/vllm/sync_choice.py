@@ -19,6 +19,7 @@ from .drawn_dtype import engine_options, other_dtype
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from torch import nn
     from trl import GRPOConfig
 
 WEIGHS_AS_1_16 = weighs_as_1_16()
@@ -55,7 +56,7 @@ def choose_sync(
     peft_config: "PeftConfig | None",
     quantized: bool,
     ask: bool = False,
-    model: Any = None,
+    model: "nn.Module | str | None" = None,
     place: Place | None = None,
 ) -> Sync:
     """Resolve `rollout_sync` for a run.
@@ -117,12 +118,12 @@ def choose_sync(
 _TAKES_ADAPTERS = {"lora_config": {}, "weight_transfer_config": None}
 
 
-def _first(rows: Iterable[tuple[Any, T]]) -> T | None:
+def _first(rows: Iterable[tuple[bool, T]]) -> T | None:
     """The second entry of the first row whose first entry holds."""
     return next((result for holds, result in rows if holds), None)
 
 
-def _why_not_servable(peft_config: "PeftConfig | None", model: Any) -> RolloutError | None:
+def _why_not_servable(peft_config: "PeftConfig | None", model: "nn.Module | str | None") -> RolloutError | None:
     """The error that says why vLLM cannot serve an adapter alone; `None` if it can."""
     try:
         served_rank(peft_config)
@@ -133,7 +134,7 @@ def _why_not_servable(peft_config: "PeftConfig | None", model: Any) -> RolloutEr
     return None
 
 
-def _answer_of_server(args: "GRPOConfig") -> dict[str, Any]:
+def _answer_of_server(args: "GRPOConfig") -> dict[str, dict | None]:
     """How the server was started, asked by one rank for all."""
     from .engine import server_info
 
@@ -201,7 +202,7 @@ def trl_starts_engine(
     return trl_starts(make_engine, partial(engine_options, args))
 
 
-def truncations(args: "GRPOConfig") -> dict[str, Any]:
+def truncations(args: "GRPOConfig") -> dict[str, float | None]:
     """Settings under which vLLM leaves tokens out of the distribution that it draws from, by name."""
     kwargs = args.generation_kwargs or {}
     values = {name: kwargs.get(name, getattr(args, name)) for name in ("top_p", "top_k", "min_p")}

@@ -14,9 +14,8 @@ function that the trainer multiplies with. This module imports vLLM, so only the
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -25,19 +24,17 @@ from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import LoadConfig
 from vllm.model_executor import model_loader
-from vllm.model_executor.layers import utils as linears
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from ...compat.vllm import plain_weights_on_cpu, weights_created_in
 from ...engines.vllm.adapter_sync import RolloutError, cannot_share
 from ...engines.vllm.dequantized_base import dense_weights, has_packed_base, is_of_adapter_or_state, layer_of
-from ...utils.replaced import replaced
 
 # The layers whose weights are shared: on GPUs vLLM leaves these weights as they were loaded.
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-_dispatch_on_cpu = linears.dispatch_cpu_unquantized_gemm
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 # Integers that are added up before their place counts.
 _PER_PIECE = 32
@@ -296,14 +293,6 @@ def _refuse_views(model: nn.Module) -> None:
                 raise ValueError(f"{module_name}.{name} is a view of a weight that is not loaded yet")
 
 
-def _plain_product(layer: nn.Module, remove_weight: bool) -> None:
-    """vLLM on CPUs repacks a layer's weight for its kernels and drops the plain one; this keeps the plain one."""
-    if layer.weight.dim() == 2:
-        layer.cpu_linear = nn.functional.linear
-    else:  # of a convolution, which is not shared
-        _dispatch_on_cpu(layer, remove_weight)
-
-
 class _Loader(BaseModelLoader):
     """Fills a vLLM model with the weights of a trainer's base."""
 
@@ -314,7 +303,7 @@ class _Loader(BaseModelLoader):
 
     def load_model(self, *args, **kwargs) -> nn.Module:
         try:
-            with replaced(linears, dispatch_cpu_unquantized_gemm=_plain_product):
+            with plain_weights_on_cpu():
                 model = super().load_model(*args, **kwargs)
         except Exception as error:  # such as of a class that writes into a weight before it is loaded
             reason = f"vLLM loads this model in another way than is known ({type(error).__name__}: {error})"
@@ -324,17 +313,11 @@ class _Loader(BaseModelLoader):
         return model
 
     def create_model(self, vllm_config, *args, **kwargs) -> nn.Module:
-        def without_memory(create: Callable) -> Callable:
-            def create_weights(method, layer, input_size_per_partition, *args, **kwargs):
-                # Of a convolution's weight recurrent layers keep a view, and it is small.
-                linear = input_size_per_partition > _OF_CONVOLUTION
-                with _WithoutMemory() if linear else nullcontext():
-                    create(method, layer, input_size_per_partition, *args, **kwargs)
+        def block_for(inputs: int) -> AbstractContextManager:
+            # Of a convolution's weight recurrent layers keep a view, and it is small.
+            return _WithoutMemory() if inputs > _OF_CONVOLUTION else nullcontext()
 
-            return create_weights
-
-        linear, embedding = (replaced(of, create_weights=without_memory(of.create_weights)) for of in _METHODS)
-        with linear, embedding:
+        with weights_created_in(block_for, _METHODS):
             model = super().create_model(vllm_config, *args, **kwargs)
         _refuse_views(model)
         return model
@@ -391,7 +374,7 @@ class _Filling:
             for parameter, load in self.loaders.items():
                 parameter.weight_loader = load
 
-    def load(self, parameter: nn.Parameter, tensor: torch.Tensor, *args, **kwargs) -> Any:
+    def load(self, parameter: nn.Parameter, tensor: torch.Tensor, *args, **kwargs) -> object:
         """A `weight_loader` of vLLM's."""
         name = self.shared.packed_name(tensor)
         if name is not None and parameter in self.linear_layers:

@@ -20,19 +20,17 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import xxhash
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from ...compat.trl import GRPOTrainer
-from ...compat.trl_rollouts import Generated
+from ...compat.trl_rollouts import Generated, generating_by, log_rollout, with_environments
 from ...engines.vllm.adapter_sync import RolloutError
 from ...errors import UserError
 from ...trainers.rollouts.generation_batches import generate_every
-from ...utils.replaced import replaced
 from .drawing import Drawing, Drawn, Figures
 from .upcoming import UpcomingRows
 
@@ -79,7 +77,7 @@ def check_config(args: "GRPOConfig") -> None:
         )
 
 
-class Batch:
+class GenerationBatch:
     """This rank's part of a generation batch that is drawn by a thread, or was drawn.
 
     Args:
@@ -148,7 +146,7 @@ class Batch:
         )
 
     @classmethod
-    def kept(cls, kept: dict[str, Any]) -> "Batch":
+    def kept(cls, kept: dict) -> "GenerationBatch":
         """The batch of which [`text`] has `kept`."""
         batch = cls(kept["asked"], kept["step"])
         batch.drawn = Drawn(
@@ -179,7 +177,7 @@ class RolloutsAhead:
 
     def __init__(self, trainer: "EfficientGRPOTrainer"):
         self.trainer = trainer
-        self.batch: Batch | None = None
+        self.batch: GenerationBatch | None = None
         self.drawing = Drawing(trainer)
         self.upcoming: UpcomingRows | None = None
         self._send_weights = trainer.vllm_generation.sync_weights
@@ -234,7 +232,9 @@ class RolloutsAhead:
             batch = self._take(rows)
         # Environments have begun and ended their episodes, so TRL gets others to reset.
         played = batch.drawn.environments is not None
-        environments = {"_environment_pool": self.drawing.resting(len(rows))} if played else {}
+        environments = nullcontext()
+        if played:
+            environments = with_environments(self.trainer, self.drawing.resting(len(rows)))
         waiting = [batch]
 
         def generate(prompts: list):
@@ -242,10 +242,10 @@ class RolloutsAhead:
                 return type(self.trainer)._generate(self.trainer, prompts)
             return self._hand_in(waiting.pop(), prompts)
 
-        with replaced(self.trainer, _generate=generate, **environments):
+        with generating_by(self.trainer, generate), environments:
             yield
 
-    def _take(self, rows: list[dict]) -> Batch:
+    def _take(self, rows: list[dict]) -> GenerationBatch:
         """The batch for `rows`, and the next one is asked for. Collective."""
         trainer = self.trainer
         self._settle()
@@ -312,7 +312,7 @@ class RolloutsAhead:
             )
 
     def _begin(self, rows: list[dict]) -> None:
-        self.batch = Batch(self._digest(rows), self.trainer.state.global_step)
+        self.batch = GenerationBatch(self._digest(rows), self.trainer.state.global_step)
         self.batch.begin(self.drawing, rows)
 
     def _following_rows(self) -> list[dict] | None:
@@ -330,7 +330,7 @@ class RolloutsAhead:
         is_over = trainer.state.global_step + steps_until >= trainer.state.max_steps
         return None if is_over else self.upcoming.peek(place)
 
-    def _hand_in(self, batch: Batch, prompts: list) -> tuple:
+    def _hand_in(self, batch: GenerationBatch, prompts: list) -> tuple:
         """TRL's `_generate`: its figures of all ranks are taken, and the batch is returned."""
         trainer = self.trainer
         drawn = batch.drawn
@@ -356,9 +356,8 @@ class RolloutsAhead:
         }
         calls_and_failures = (figures.tool_calls, figures.tool_failures)
         episodes = (figures.tool_mask, [""] * count, figures.completion_ids, None, *calls_and_failures, [])
-        finished = {"rollout_func": lambda *_: rollout, "_tool_call_loop": lambda *_: episodes}
-        with self.trainer.clock.phase("generate"), replaced(self.trainer, **finished):
-            GRPOTrainer._generate(self.trainer, [""] * count)
+        with self.trainer.clock.phase("generate"):
+            log_rollout(self.trainer, rollout, episodes)
 
     def _digest(self, rows: list[dict]) -> str:
         engine = vars(self.trainer.vllm_generation)
@@ -433,7 +432,7 @@ class RolloutsAhead:
         self.stop()
         kept = {} if state is None else json.loads(state)
         if "figures" in kept:  # an earlier version kept something else, and the batch is drawn again
-            self.batch = Batch.kept(kept)
+            self.batch = GenerationBatch.kept(kept)
 
 
 def _users_methods(trainer: "EfficientGRPOTrainer", names: tuple[str, ...]) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from ...utils.nonfatal import nonfatal
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from trl.generation.vllm_generation import VLLMGeneration
 
     from ...trainers.grpo.trainer import EfficientGRPOTrainer
 
@@ -65,17 +66,17 @@ class Drawn:
     figures: list[Figures]
     metrics: dict[str, list]
     pending: dict[str, dict[str, list]]
-    attributes: dict[str, tuple[Any, Any]]
+    attributes: dict[str, tuple[object, object]]
 
 
 class _Instead:
     """Another object, with other values under some names."""
 
-    def __init__(self, original: Any, **values: object):
+    def __init__(self, original: object, **values: object):
         self._original = original
         vars(self).update(values)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._original, name)
 
 
@@ -100,10 +101,10 @@ class Drawing:
     def __init__(self, trainer: "EfficientGRPOTrainer"):
         self.trainer = trainer
         self._client = vars(trainer.vllm_generation).get("vllm_client")
-        self._tokenizers: tuple[Any, Any] | None = None
+        self._tokenizers: tuple[object, object] | None = None  # the processor and its tokenizer
         self._environments = deque([defaultdict(list), defaultdict(list)])
 
-    def drawer(self, rows: list[dict], is_forgotten: Callable[[], bool]) -> Any:
+    def drawer(self, rows: list[dict], is_forgotten: Callable[[], bool]) -> "EfficientGRPOTrainer":
         """A copy of the trainer as it is now, that draws for `rows`. Made on the main thread.
 
         Args:
@@ -143,7 +144,7 @@ class Drawing:
             self._environments.rotate()
         return drawer
 
-    def _engine(self, accelerator: "Accelerator", is_forgotten: Callable[[], bool]) -> Any:
+    def _engine(self, accelerator: "Accelerator", is_forgotten: Callable[[], bool]) -> "VLLMGeneration":
         """A copy of TRL's engine by which this rank asks for its own prompts."""
         engine = copy.copy(self.trainer.vllm_generation)
         if self._client is None:  # TRL's client is on rank 0 alone
@@ -172,7 +173,7 @@ class Drawing:
         engine.generate = generate
         return engine
 
-    def draw(self, drawer: Any, rows: list[dict]) -> Drawn:
+    def draw(self, drawer: "EfficientGRPOTrainer", rows: list[dict]) -> Drawn:
         """Draw for `rows`, in any thread."""
         figures: list[Figures] = []
         metrics = drawer._metrics["train"]

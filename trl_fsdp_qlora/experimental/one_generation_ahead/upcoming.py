@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 
 class UpcomingRows:
@@ -19,7 +18,7 @@ class UpcomingRows:
             compares them any more.
     """
 
-    def __init__(self, micro_batches: Iterator, digest: Callable[[Any], str]):
+    def __init__(self, micro_batches: Iterator, digest: Callable[[list[dict]], str]):
         self.micro_batches = micro_batches
         self._digest = digest
         self.digests: list[str] | None = []
@@ -35,14 +34,14 @@ class UpcomingRows:
     def __iter__(self) -> "UpcomingRows":
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> list[dict]:
         micro_batch = self._kept.popleft() if self._kept else next(self.micro_batches)
         self._given.append(micro_batch)
         if self.digests is not None:
             self.digests.append(self._digest(micro_batch))
         return micro_batch
 
-    def peek(self, place: int) -> Any | None:
+    def peek(self, place: int) -> list[dict] | None:
         """The micro-batch at `place`, from 0 in this optimizer step; `None` if the epoch ends before."""
         while place >= len(self._given) + len(self._kept):
             try:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from ..batch import Arguments
 from ..problems import CannotPack
 from ..row import PackedRow
 
@@ -43,7 +43,7 @@ class AttentionCall:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
-    keywords: dict[str, Any] = field(default_factory=dict)
+    keywords: Arguments = field(default_factory=dict)
 
     @property
     def layer_type(self) -> str:
@@ -68,9 +68,7 @@ class AttentionCall:
         return self.own_function(self.module, query, key, value, mask, scaling=self.scaling, dropout=0.0, **options)[0]
 
 
-def options_of(
-    module: torch.nn.Module, query: torch.Tensor, packed_row: PackedRow, kwargs: dict[str, Any]
-) -> dict[str, Any]:
+def options_of(module: torch.nn.Module, query: torch.Tensor, packed_row: PackedRow, kwargs: Arguments) -> Arguments:
     """Returns the options in the keywords of a layer's attention, by the names of [`AttentionCall`]."""
     kwargs = {name: x for name, x in kwargs.items() if x is not None and name not in NEUTRAL}
     window = kwargs.pop("sliding_window", None)

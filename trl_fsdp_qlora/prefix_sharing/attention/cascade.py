@@ -48,40 +48,66 @@ def refuses(call: AttentionCall) -> str | None:
     if call.own_masks:
         return "an image's tokens see those behind them"
     device = device_type(call.query)
+    size = call.query.shape[-1]
     if call.window is not None and device != "cuda":
         return f"torch's flash kernel for {device} has no sliding window (here of {call.window} tokens)"
     if call.softcap is not None:
         return f"softcap of {call.softcap}"
     if call.sinks is not None:
         return "attention sinks"
-    if call.query.shape[-1] != call.value.shape[-1]:
-        return f"keys of size {call.query.shape[-1]} with values of size {call.value.shape[-1]}"
+    value_size = call.value.shape[-1]
+    if size != value_size:
+        return f"keys of size {size} with values of size {value_size}"
     if device == "cuda":
-        if torch.version.hip is not None:
-            return "torch calls a ROCm device CUDA too, and this merge was not checked with its kernels"
-        size = call.query.shape[-1]
-        if _compute_dtype(call.query) not in (torch.bfloat16, torch.float16) or size % 8 or size > 256:
-            return f"CUDA flash attention takes half precision and heads of 8 to 256, got {call.query.dtype}, {size}"
-        # A plan is for a card of today.
-        major, minor = (9, 0) if is_fake(call.query) else torch.cuda.get_device_capability(call.query.device)
-        if major < 8:
-            return f"CUDA flash attention needs compute capability 8.0, this device has {major}.{minor}"
-        # The backward raises on the devices of torch's list,
-        # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`. A pass without gradients is refused
-        # as well, so that old and new log-probabilities are rounded alike.
-        if 192 < size <= 224 and ((8, 6) <= (major, minor) <= (8, 9) or (12, 0) <= (major, minor) <= (12, 1)):
-            return f"CUDA flash attention has no backward for heads of {size} on compute capability {major}.{minor}"
-    if device not in ("cpu", "cuda"):
+        return _refuses_on_cuda(call.query)
+    if device != "cpu":
         return f"no flash kernel for {device}"
     return None
+
+
+def _refuses_on_cuda(query: torch.Tensor) -> str | None:
+    """Returns the reason why CUDA's flash kernels cannot serve queries of this dtype, size and device, or `None`."""
+    size = query.shape[-1]
+    if torch.version.hip is not None:
+        return "torch calls a ROCm device CUDA too, and this merge was not checked with its kernels"
+    is_half = _compute_dtype(query) in (torch.bfloat16, torch.float16)
+    if not is_half or size % 8 or size > 256:
+        return f"CUDA flash attention takes half precision and heads of 8 to 256, got {query.dtype}, {size}"
+    if is_fake(query):
+        capability = (9, 0)  # a plan is for a card of today
+    else:
+        capability = torch.cuda.get_device_capability(query.device)
+    major, minor = capability
+    if major < 8:
+        return f"CUDA flash attention needs compute capability 8.0, this device has {major}.{minor}"
+    # The backward raises on the devices of torch's list,
+    # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`. A pass without gradients is refused
+    # as well, so that old and new log-probabilities are rounded alike.
+    is_in_list = any(first <= capability <= last for first, last in _WITHOUT_BACKWARD_OF_LARGE_HEADS)
+    if 192 < size <= 224 and is_in_list:
+        return f"CUDA flash attention has no backward for heads of {size} on compute capability {major}.{minor}"
+    return None
+
+
+# The first and the last compute capability of each range in torch's list.
+_WITHOUT_BACKWARD_OF_LARGE_HEADS = (
+    ((8, 6), (8, 9)),
+    ((12, 0), (12, 1)),
+)
 
 
 def attend(call: AttentionCall) -> torch.Tensor:
     """Attention output `(1, T, H, D)` of an [`call.AttentionCall`]."""
     # Autocast has no effect on a custom function, so its cast for `scaled_dot_product_attention` is done here.
     dtype = _compute_dtype(call.query)
-    q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
-    return _Cascade.apply(q, k, v, call.packed_row, call.scaling, call.window)
+    return _Cascade.apply(
+        call.query.to(dtype),
+        call.key.to(dtype),
+        call.value.to(dtype),
+        call.packed_row,
+        call.scaling,
+        call.window,
+    )
 
 
 def merge(out, lse, ancestor_out, ancestor_lse) -> torch.Tensor:
@@ -94,14 +120,29 @@ def merge(out, lse, ancestor_out, ancestor_lse) -> torch.Tensor:
     if out.ndim == 3 and runs(_merge_kernel, out):
         merged = torch.empty_like(out, memory_format=torch.contiguous_format)
         tokens, heads, size = merged.shape
-        strides = *out.stride(), *ancestor_out.stride(), *lse.stride(), *ancestor_lse.stride()
-        blocks = {"HEADS": _MERGED_HEADS, "SIZE": 1 << (size - 1).bit_length()}
-        if launch(
-            _merge_kernel, tokens, merged, out, ancestor_out, lse, ancestor_lse, *strides, heads, size, **blocks
-        ):
+        next_power_of_2 = 1 << (size - 1).bit_length()
+        is_launched = launch(
+            _merge_kernel,
+            tokens,  # one program each
+            merged,
+            out,
+            ancestor_out,
+            lse,
+            ancestor_lse,
+            *out.stride(),
+            *ancestor_out.stride(),
+            *lse.stride(),
+            *ancestor_lse.stride(),
+            heads,
+            size,
+            HEADS=_MERGED_HEADS,
+            SIZE=next_power_of_2,
+        )
+        if is_launched:
             return merged
     dtype = torch.promote_types(out.dtype, torch.float32)
-    share = torch.sigmoid(ancestor_lse.to(dtype) - lse.to(dtype)).unsqueeze(-1)
+    difference = ancestor_lse.to(dtype) - lse.to(dtype)
+    share = torch.sigmoid(difference).unsqueeze(-1)
     return torch.lerp(out.to(dtype), ancestor_out.to(dtype), share)
 
 
@@ -136,17 +177,19 @@ def _merge_kernel(
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
         is_head = head < heads
-        own_lse = tl.load(own_lse_ptr + token * own_lse_token + head * own_lse_head, mask=is_head, other=0.0)
-        ancestor_lse = tl.load(
-            ancestor_lse_ptr + token * ancestor_lse_token + head * ancestor_lse_head, mask=is_head, other=0.0
-        )
+        own_lse_offset = token * own_lse_token + head * own_lse_head
+        ancestor_lse_offset = token * ancestor_lse_token + head * ancestor_lse_head
+        own_lse = tl.load(own_lse_ptr + own_lse_offset, mask=is_head, other=0.0)
+        ancestor_lse = tl.load(ancestor_lse_ptr + ancestor_lse_offset, mask=is_head, other=0.0)
         share = tl.sigmoid(ancestor_lse.to(tl.float32) - own_lse.to(tl.float32))[:, None]
         head = head[:, None]
         inside = is_head[:, None] & (column < size)[None, :]
         own_offset = token * own_token + head * own_head + column[None, :] * own_column
         ancestor_offset = token * ancestor_token + head * ancestor_head + column[None, :] * ancestor_column
-        own = tl.load(own_ptr + own_offset, mask=inside, other=0.0).to(tl.float32)
-        ancestor = tl.load(ancestor_ptr + ancestor_offset, mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(own_ptr + own_offset, mask=inside, other=0.0)
+        ancestor = tl.load(ancestor_ptr + ancestor_offset, mask=inside, other=0.0)
+        own = own.to(tl.float32)
+        ancestor = ancestor.to(tl.float32)
         merged = own + share * (ancestor - own)
         out = merged_ptr + (token * heads + head) * size + column[None, :]
         tl.store(out, merged.to(merged_ptr.dtype.element_ty), mask=inside)
@@ -163,7 +206,9 @@ def _with_kept(gradient: torch.Tensor, keys: int) -> torch.Tensor:
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 class _Cascade(torch.autograd.Function):
@@ -202,25 +247,27 @@ def _kernel_calls(packed_row: PackedRow) -> tuple[list[SegmentBatch], list[tuple
         Batches of neighbouring segments, each of which attends to itself; and pairs of queries and the ancestor that
         they attend to.
     """
-    if "cascade" not in packed_row.derived:
-        forest = packed_row.forest
-        batches = []
-        for stretch in forest.stretches():
-            batches += padded_batches(forest.starts[stretch], forest.lengths[stretch], packed_row.tokens)
-        device = torch.device("cpu")
-        cross = []
-        for level in forest.queries():
-            for ancestor, queries in level.items():
-                start = int(forest.starts[ancestor])
-                keys = slice(start, start + int(forest.lengths[ancestor]))
-                cross.append((_neighbours(queries, device), keys))
-        packed_row.derived["cascade"] = batches, cross
+    if "cascade" in packed_row.derived:
+        return packed_row.derived["cascade"]
+    forest = packed_row.forest
+    ends = forest.starts + forest.lengths
+    batches = []
+    for stretch in forest.stretches():
+        batches += padded_batches(forest.starts[stretch], forest.lengths[stretch], packed_row.tokens)
+    device = torch.device("cpu")
+    cross = []
+    for level in forest.queries():
+        for ancestor, queries in level.items():
+            keys = slice(int(forest.starts[ancestor]), int(ends[ancestor]))
+            cross.append((_neighbours(queries, device), keys))
+    packed_row.derived["cascade"] = batches, cross
     return packed_row.derived["cascade"]
 
 
 def _tokens_of(x: torch.Tensor, batch: SegmentBatch) -> torch.Tensor:
     """Returns a batch `(n, H, length, D)` as the tokens of its segments `(tokens, H, D)`, in the order of the row."""
-    return batch.without_padding(x.transpose(1, 2).flatten(0, 1))
+    tokens = x.transpose(1, 2).flatten(0, 1)
+    return batch.without_padding(tokens)
 
 
 def _forward_on_cpu(q, k, v, packed_row, scale, window):
@@ -269,9 +316,10 @@ def _backward_on_cpu(grad_out, q, k, v, out, lse, random_states, packed_row, sca
         if segments.real is not None:
             # The kernel computes weights as exp(logit - lse). Padding is a query of another segment, so its logit
             # over these keys may exceed its lse without limit. An infinite lse makes its weights and gradients 0.
-            is_padding = torch.ones(segments.index_NL.numel(), dtype=torch.bool)
+            is_padding = torch.ones(segments.tokens, dtype=torch.bool)
             is_padding[segments.real] = False
-            lse_part = lse_part.masked_fill(is_padding.view(len(lse_part), 1, -1), torch.inf)
+            is_padding_N1L = is_padding.view(segments.count, 1, segments.length)
+            lse_part = lse_part.masked_fill(is_padding_N1L, torch.inf)
         dq_part, dk_part, dv_part = _cpu_backward(
             segments.heads_of(grad_out),
             segments.heads_of(q),
@@ -304,7 +352,12 @@ def _backward_on_cpu(grad_out, q, k, v, out, lse, random_states, packed_row, sca
         dq[queries] += dq_part[0].transpose(0, 1)
         dk[ancestor] += dk_part[0].transpose(0, 1)
         dv[ancestor] += dv_part[0].transpose(0, 1)
-    return tuple(gradient.unsqueeze(0).transpose(1, 2) for gradient in (dq, dk, dv))
+    return _as_layers_take(dq, dk, dv)
+
+
+def _as_layers_take(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns gradients `(tokens, H, D)` of kernels as those of a layer's tensors `(1, H, tokens, D)`."""
+    return tuple(gradient.transpose(0, 1).unsqueeze(0) for gradient in gradients)
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
@@ -345,8 +398,14 @@ class _FlashCall:
         """Returns the queries' part of `(T, H, ...)`; of heads `(S, H_kv * N * r, ...)`."""
         if self.token_S1N is None:
             return x_THx[self.queries]
+        of_segments = self._of_segments(x_THx, key_heads)
+        return of_segments.flatten(1, 3)
+
+    def _of_segments(self, x_THx: torch.Tensor, key_heads: int) -> torch.Tensor:
+        """Returns `(S, H_kv, N, r, ...)` of `(T, H, ...)`, if segments are heads."""
+        by_key_head = x_THx.unflatten(1, (key_heads, -1))
         heads = torch.arange(key_heads, device=x_THx.device).unsqueeze(1)
-        return x_THx.unflatten(1, (key_heads, -1))[self.token_S1N, heads].flatten(1, 3)
+        return by_key_head[self.token_S1N, heads]
 
     def take_lse(self, lse_HT: torch.Tensor, key_heads: int) -> torch.Tensor:
         """Returns the queries' part of `(H, T)`; of heads `(H_kv * N * r, S)`.
@@ -355,34 +414,42 @@ class _FlashCall:
         """
         if self.token_S1N is None:
             return lse_HT[:, self.queries].contiguous()
-        lse = lse_HT.t().unflatten(1, (key_heads, -1))
-        heads = torch.arange(key_heads, device=lse.device).unsqueeze(1)
-        lse = lse[self.token_S1N, heads].masked_fill(self.is_pad_S1N1, torch.inf)
-        return lse.flatten(1).t().contiguous()
+        of_segments = self._of_segments(lse_HT.t(), key_heads)
+        of_segments = of_segments.masked_fill(self.is_pad_S1N1, torch.inf)
+        return of_segments.flatten(1).t().contiguous()
 
     def put_back(self, x: torch.Tensor, key_heads: int) -> torch.Tensor:
         """Returns the results of the queries `(R, H, ...)`, in the order of the row, as [`take`] took them."""
         if self.token_S1N is None:
             return x
-        x = x.unflatten(1, (key_heads, self.token_S1N.shape[2], -1)).transpose(1, 2)
-        return x[self.slot_R, self.child_R].flatten(1, 2)
+        segments = self.token_S1N.shape[2]
+        by_segment = x.unflatten(1, (key_heads, segments, -1)).transpose(1, 2)
+        of_queries = by_segment[self.slot_R, self.child_R]
+        return of_queries.flatten(1, 2)
 
 
 def _calls_on_cuda(packed_row: PackedRow, device: torch.device, window: int | None) -> list[_FlashCall]:
     """One call computes all segments over themselves, and one per level of ancestors computes them over ancestors."""
     key = ("varlen", device, window)
-    if key not in packed_row.derived:
-        lengths = packed_row.forest.lengths[: packed_row.forest.computed]
-        cu, longest = cumulative(lengths, device)
-        all_tokens = slice(0, packed_row.tokens)
-        if window is None:
-            kernel_window = {}
-            of_ancestors = _whole_ancestors(packed_row.forest, device)
-        else:
-            kernel_window = {"window_size_left": window - 1, "window_size_right": 0}
-            of_ancestors = _ends_of_ancestors(packed_row.forest, window, device)
-        of_segments = _FlashCall(all_tokens, all_tokens, (cu, cu, longest, longest), True, kernel_window)
-        packed_row.derived[key] = [of_segments, *of_ancestors]
+    if key in packed_row.derived:
+        return packed_row.derived[key]
+    forest = packed_row.forest
+    if window is None:
+        kernel_window = {}
+        of_ancestors = _whole_ancestors(forest, device)
+    else:
+        kernel_window = {"window_size_left": window - 1, "window_size_right": 0}
+        of_ancestors = _ends_of_ancestors(forest, window, device)
+    all_tokens = slice(0, packed_row.tokens)
+    cu, longest = cumulative(forest.lengths[: forest.computed], device)
+    of_segments = _FlashCall(
+        queries=all_tokens,
+        keys=all_tokens,
+        lengths=(cu, cu, longest, longest),
+        is_causal=True,
+        window=kernel_window,
+    )
+    packed_row.derived[key] = [of_segments, *of_ancestors]
     return packed_row.derived[key]
 
 
@@ -439,7 +506,7 @@ def _backward_on_cuda(grad_out, q, k, v, out, lse, random_states, packed_row, sc
         q_part = call.take(q_T, key_heads)
         k_part = k_T[call.keys]
         if is_fake(q):
-            scratch_of_flash_backward(q_part.transpose(0, 1).unsqueeze(0), k_part.transpose(0, 1).unsqueeze(0))
+            scratch_of_flash_backward(*_as_layers_take(q_part, k_part))
         dq, dk, dv = flash(
             call.take(grad_T, key_heads),
             q_part,
@@ -461,7 +528,7 @@ def _backward_on_cuda(grad_out, q, k, v, out, lse, random_states, packed_row, sc
         total_dq[call.queries] += call.put_back(dq, key_heads)
         total_dk[call.keys] += dk
         total_dv[call.keys] += dv
-    return tuple(gradient.transpose(0, 1).unsqueeze(0) for gradient in grads)
+    return _as_layers_take(*grads)
 
 
 def _whole_ancestors(forest: Forest, device: torch.device) -> list[_FlashCall]:
@@ -469,17 +536,24 @@ def _whole_ancestors(forest: Forest, device: torch.device) -> list[_FlashCall]:
 
     An ancestor and all queries that attend to it are one sequence.
     """
+    ends = forest.starts + forest.lengths
     calls = []
-    for queries in forest.queries():
-        ancestors = np.array(list(queries))
-        starts = forest.starts[ancestors].tolist()
-        key_lengths = forest.lengths[ancestors].tolist()
-        keys = [np.arange(start, start + length) for start, length in zip(starts, key_lengths, strict=True)]
-        cu_k, max_k = cumulative(key_lengths, device)
-        cu_q, max_q = cumulative([len(tokens) for tokens in queries.values()], device)
-        query_tokens = _neighbours(np.concatenate(list(queries.values())), device)
-        key_tokens = _neighbours(np.concatenate(keys), device)
-        calls.append(_FlashCall(query_tokens, key_tokens, (cu_q, cu_k, max_q, max_k), False, {}))
+    for level in forest.queries():
+        queries = []
+        keys = []
+        for ancestor, tokens in level.items():
+            queries.append(tokens)
+            keys.append(np.arange(forest.starts[ancestor], ends[ancestor]))
+        cu_q, max_q = cumulative([len(tokens) for tokens in queries], device)
+        cu_k, max_k = cumulative([len(tokens) for tokens in keys], device)
+        call = _FlashCall(
+            queries=_neighbours(np.concatenate(queries), device),
+            keys=_neighbours(np.concatenate(keys), device),
+            lengths=(cu_q, cu_k, max_q, max_k),
+            is_causal=False,
+            window={},
+        )
+        calls.append(call)
     return calls
 
 
@@ -498,11 +572,14 @@ def _ends_of_ancestors(forest: Forest, window: int, device: torch.device) -> lis
     for level in forest.descendants():
         children = []
         for ancestor, segments in level.items():
-            gaps = forest.depths[segments] - ends[ancestor]  # tokens between a segment and the end of its ancestor
-            is_near = gaps < seen
-            if is_near.any():
-                pairs = zip(segments[is_near].tolist(), gaps[is_near].tolist(), strict=True)
-                children.append((ancestor, list(pairs)))
+            near = []
+            for segment in segments.tolist():
+                # Tokens between a segment and the end of its ancestor.
+                gap = int(forest.depths[segment] - ends[ancestor])
+                if gap < seen:
+                    near.append((segment, gap))
+            if near:
+                children.append((ancestor, near))
         for subset in _limited_sets(forest, children, seen):
             calls.append(_call_of_siblings(forest, subset, seen, device))
     return calls
@@ -514,11 +591,13 @@ def _limited_sets(forest: Forest, children: list[tuple], seen: int) -> list[list
     keys = 0
     most = 0
     for ancestor, segments in children:
-        keys += min(int(forest.lengths[ancestor]), seen)
+        keys_of_ancestor = min(int(forest.lengths[ancestor]), seen)
+        keys += keys_of_ancestor
         most = max(most, len(segments))
-        if not sets or keys * most > _EXPANDED_KEYS:
+        is_full = keys * most > _EXPANDED_KEYS
+        if not sets or is_full:
             sets.append([])
-            keys = min(int(forest.lengths[ancestor]), seen)
+            keys = keys_of_ancestor
             most = len(segments)
         sets[-1].append((ancestor, segments))
     return sets
@@ -532,13 +611,15 @@ def _call_of_siblings(forest: Forest, children: list[tuple], seen: int, device: 
     """
     nearest = []
     farthest = []
+    most_siblings = 0
     for _, segments in children:
+        most_siblings = max(most_siblings, len(segments))
         for segment, gap in segments:
             nearest.append(gap)
-            farthest.append(min(gap + int(forest.lengths[segment]), seen))
+            end_of_segment = gap + int(forest.lengths[segment])
+            farthest.append(min(end_of_segment, seen))
     first = min(nearest)
     distances = max(farthest) - first
-    most_siblings = max(len(segments) for _, segments in children)
     # The token of the row at each ancestor's distance, by sibling; -1 if there is none.
     token_ASN = np.full((len(children), distances, most_siblings), -1)
     key_tokens = []
@@ -551,9 +632,9 @@ def _call_of_siblings(forest: Forest, children: list[tuple], seen: int, device: 
         key_tokens.append(np.arange(end - seen_keys, end))
         for sibling, (segment, gap) in enumerate(segments):
             count = min(int(forest.lengths[segment]), seen - gap)
-            tokens = int(forest.starts[segment]) + np.arange(count)
+            start = int(forest.starts[segment])
             distance = gap - first
-            token_ASN[number, distance : distance + count, sibling] = tokens
+            token_ASN[number, distance : distance + count, sibling] = np.arange(start, start + count)
     token_SN = token_ASN.reshape(-1, most_siblings)
     is_pad_SN = token_SN < 0
     slot_R, child_R = (~is_pad_SN).nonzero()
@@ -563,19 +644,24 @@ def _call_of_siblings(forest: Forest, children: list[tuple], seen: int, device: 
     query_lengths = np.full(len(children), distances)
     cu_q, max_q = cumulative(query_lengths, device)
     cu_k, max_k = cumulative(key_lengths, device)
+    # The kernel aligns the last query with the last key. A side of the window that is as wide as the longest keys has
+    # no limit, so they count as at least as wide as the right side.
+    max_k = max(max_k, distances)
 
     def sent(x: np.ndarray) -> torch.Tensor:
         return to_device(torch.from_numpy(x), device)
 
+    some_token_SN = np.where(is_pad_SN, 0, token_SN)
     return _FlashCall(
         queries=_neighbours(token_SN[slot_R, child_R], device),
         keys=_neighbours(np.concatenate(key_tokens), device),
-        # The kernel aligns the last query with the last key. A side of the window that is as wide as the longest keys
-        # has no limit, so they count as at least as wide as the right side.
-        lengths=(cu_q, cu_k, max_q, max(max_k, distances)),
+        lengths=(cu_q, cu_k, max_q, max_k),
         is_causal=False,
-        window={"window_size_left": seen - first - distances, "window_size_right": distances},
-        token_S1N=sent(np.where(is_pad_SN, 0, token_SN)).unsqueeze(1),
+        window={
+            "window_size_left": seen - first - distances,
+            "window_size_right": distances,
+        },
+        token_S1N=sent(some_token_SN).unsqueeze(1),
         is_pad_S1N1=sent(is_pad_SN)[:, None, :, None],
         slot_R=sent(slot_R),
         child_R=sent(child_R),
@@ -584,10 +670,16 @@ def _call_of_siblings(forest: Forest, children: list[tuple], seen: int, device: 
 
 def _neighbours(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor:
     """Returns indices of the row as a slice if they are neighbours, in rising order."""
-    if (np.diff(tokens) == 1).all():
-        return slice(int(tokens[0]), int(tokens[-1]) + 1)
+    first = int(tokens[0])
+    last = int(tokens[-1])
+    steps = np.diff(tokens)
+    if (steps == 1).all():
+        return slice(first, last + 1)
     return to_device(torch.from_numpy(tokens), device)
 
 
 # By the type of device: forward and backward.
-_KERNELS = {"cpu": (_forward_on_cpu, _backward_on_cpu), "cuda": (_forward_on_cuda, _backward_on_cuda)}
+_KERNELS = {
+    "cpu": (_forward_on_cpu, _backward_on_cpu),
+    "cuda": (_forward_on_cuda, _backward_on_cuda),
+}

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...compat.transformers import name_without_flash
 from ..problems import CannotPack
-from ..row_mask import RowMask, carries_row
+from ..row_mask import RowMask, carries_row, row_of
 from .backends import compute
 from .call import AttentionCall, options_of
 from .implementation import BASES, PREFIX, implementation_of, own_attention_function, use_in_decoder
@@ -28,7 +28,7 @@ def _prefix_shared_attention(module, query, key, value, attention_mask, *, base:
 @torch.compiler.disable  # every batch has another layout, so the function would be traced again for each batch
 def _packed_attention(module, query, key, value, mask: RowMask, base: str, kwargs: dict):
     own_function = own_attention_function(base, module)
-    packed_row = mask.packed_row
+    packed_row = row_of(mask)
     try:
         slot = packed_row.view.slot(module)
         key = packed_row.view.extended((*slot, "key"), key)
@@ -38,7 +38,9 @@ def _packed_attention(module, query, key, value, mask: RowMask, base: str, kwarg
         name, out = compute(call)
     except (CannotPack, RuntimeError) as error:
         packed_row.record_problem(error)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
+        _, heads, tokens, _ = query.shape
+        zeros = query.new_zeros(1, tokens, heads, value.shape[3])
+        return zeros + 0 * query.sum(), None  # the query's gradient is in the graph
     packed_row.record.layer_calls.append(name)
     return out, None
 

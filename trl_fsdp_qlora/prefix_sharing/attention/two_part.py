@@ -7,13 +7,12 @@ ancestors' keys and values per segment, or of the part inside the window, which 
 (longest segment) x (ancestors + longest segment).
 """
 
-import itertools
-
 import numpy as np
 import torch
 
 from ...compat.fake_tensors import ATTENTION
 from ...compat.transformers import is_flash
+from ..forest import Forest, runs_between
 from ..row import PackedRow
 from ..segments import SegmentBatch, additive, equal_runs, join, padded_batches
 from .call import AttentionCall
@@ -35,11 +34,21 @@ def attend(call: AttentionCall) -> torch.Tensor:
     parts = []
     for path, batch in _batches(call.packed_row, call.query.device):
         if path:
-            parts.append(_below(call, path, batch))
+            out = _below(call, path, batch)
         else:
-            q, k, v = (batch.heads_of(x) for x in (call.query, call.key, call.value))
-            parts.append(_run(call, q, k, v, call.own_masks.get(batch.start)).flatten(0, 1))
+            out = _of_roots(call, batch)
+        parts.append(out)
     return join(parts).unsqueeze(0)
+
+
+def _of_roots(call: AttentionCall, batch: SegmentBatch) -> torch.Tensor:
+    """Attention of equally long roots: `(their tokens, H, D_v)`."""
+    q = batch.heads_of(call.query)
+    k = batch.heads_of(call.key)
+    v = batch.heads_of(call.value)
+    own_mask = call.own_masks.get(batch.start)
+    out = _run(call, q, k, v, own_mask)
+    return out.flatten(0, 1)
 
 
 def _run(call: AttentionCall, q, k, v, mask=None) -> torch.Tensor:
@@ -61,12 +70,16 @@ def _mask(call: AttentionCall, queries: int, keys: int, q: torch.Tensor) -> torc
     """
     key = ("mask", call.base, call.window, queries, keys, q.dtype, q.device)
     if key not in call.packed_row.derived:
-        query_index = torch.arange(keys - queries, keys, device=q.device)
-        distance = query_index.unsqueeze(1) - torch.arange(keys, device=q.device)
-        mask = distance >= 0
+        key_index = torch.arange(keys, device=q.device)
+        query_index = key_index[keys - queries :]
+        distance = query_index.unsqueeze(1) - key_index
+        is_seen = distance >= 0
         if call.window is not None:
-            mask &= distance < call.window
-        call.packed_row.derived[key] = additive(mask, q.dtype) if call.base == "eager" else mask[None, None]
+            is_seen &= distance < call.window
+        mask = is_seen[None, None]
+        if call.base == "eager":
+            mask = additive(is_seen, q.dtype)
+        call.packed_row.derived[key] = mask
     return call.packed_row.derived[key]
 
 
@@ -76,12 +89,18 @@ def _below(call: AttentionCall, path: list[SegmentBatch], batch: SegmentBatch) -
 
     def with_ancestors(x: torch.Tensor) -> torch.Tensor:
         of_segments = batch.heads_of(x)
-        of_ancestors = [ancestor.heads_of(x).expand(len(of_segments), -1, -1, -1) for ancestor in seen_ancestors]
-        return torch.cat([*of_ancestors, of_segments], dim=2)
+        parts = []
+        for ancestor in seen_ancestors:
+            of_ancestor = ancestor.heads_of(x)
+            parts.append(of_ancestor.expand(batch.count, -1, -1, -1))
+        parts.append(of_segments)
+        return torch.cat(parts, dim=2)
 
+    queries = batch.heads_of(call.query)
     keys = with_ancestors(call.key)
     values = with_ancestors(call.value)
-    return batch.without_padding(_run(call, batch.heads_of(call.query), keys, values).flatten(0, 1))
+    out = _run(call, queries, keys, values)
+    return batch.without_padding(out.flatten(0, 1))
 
 
 def _seen_ancestors(path: list[SegmentBatch], window: int | None) -> list[SegmentBatch]:
@@ -94,28 +113,40 @@ def _seen_ancestors(path: list[SegmentBatch], window: int | None) -> list[Segmen
         seen = min(ancestor.length, remaining)
         remaining -= seen
         if seen:
-            seen_ancestors.append(SegmentBatch(ancestor.start + ancestor.length - seen, 1, seen))
-    return seen_ancestors[::-1]
+            end = ancestor.start + ancestor.length
+            seen_ancestors.append(SegmentBatch(end - seen, 1, seen))
+    seen_ancestors.reverse()
+    return seen_ancestors
 
 
 def _batches(packed_row: PackedRow, device: torch.device) -> list[tuple[list[SegmentBatch], SegmentBatch]]:
     """The calls in the order of the row: for each the common ancestors, outermost first, and the batch of segments."""
     key = ("two_part", device)
-    if key not in packed_row.derived:
-        forest = packed_row.forest
-        batches = []
-        for stretch in forest.stretches():
-            starts = forest.starts[stretch]
-            lengths = forest.lengths[stretch]
-            if forest.levels[stretch.start] == 0:
-                batches += [([], run) for run in equal_runs(starts, lengths)]
-                continue
-            parents = forest.parents[stretch]
-            borders = [0, *(1 + np.flatnonzero(np.diff(parents))).tolist(), len(parents)]
-            for first, last in itertools.pairwise(borders):
-                ancestors = forest.path(stretch.start + first)
-                path = [SegmentBatch(int(forest.starts[a]), 1, int(forest.lengths[a])) for a in ancestors]
-                for batch in padded_batches(starts[first:last], lengths[first:last], packed_row.tokens):
-                    batches.append((path, batch.to(device)))
-        packed_row.derived[key] = batches
-    return packed_row.derived[key]
+    if key in packed_row.derived:
+        return packed_row.derived[key]
+    forest = packed_row.forest
+    batches: list[tuple[list[SegmentBatch], SegmentBatch]] = []
+    for stretch in forest.stretches():
+        starts = forest.starts[stretch]
+        lengths = forest.lengths[stretch]
+        if forest.levels[stretch.start] == 0:
+            for run in equal_runs(starts, lengths):
+                batches.append(([], run))
+            continue
+        parents = forest.parents[stretch]
+        for siblings in runs_between(np.diff(parents)):
+            path = _path(forest, stretch.start + siblings.start)
+            for batch in padded_batches(starts[siblings], lengths[siblings], packed_row.tokens):
+                batches.append((path, batch.to(device)))
+    packed_row.derived[key] = batches
+    return batches
+
+
+def _path(forest: Forest, segment: int) -> list[SegmentBatch]:
+    """Returns the ancestors of a segment, outermost first, each as a batch of one."""
+    path = []
+    for ancestor in forest.path(segment):
+        start = int(forest.starts[ancestor])
+        length = int(forest.lengths[ancestor])
+        path.append(SegmentBatch(start, 1, length))
+    return path

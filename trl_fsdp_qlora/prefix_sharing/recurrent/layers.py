@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ...compat.deepspeed import is_zero3
 from ..row import PackedRow
-from ..row_mask import RowMask, carries_row
-from .kinds import recurrent_layers
+from ..row_mask import RowMask, carries_row, row_of
+from .known_layers import recurrent_layers
 from .level_by_level import compute
 
 
@@ -68,11 +68,14 @@ def _forward(self, *args, **kwargs):
 
 @torch.compiler.disable  # every batch has another layout, so the function would be traced again for each batch
 def _packed_forward(module: nn.Module, args: tuple, kwargs: dict, mask: RowMask):
-    packed_row = mask.packed_row
+    packed_row = row_of(mask)
     parameters = inspect.signature(type(module).forward).parameters
     named = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
     # The mask and all other arguments about the whole row are left out.
-    tokens = {name: x for name, x in named.items() if name in parameters and _has_one_entry_per_token(x, packed_row)}
+    tokens = {}
+    for name, x in named.items():
+        if name in parameters and _has_one_entry_per_token(x, packed_row):
+            tokens[name] = x
     try:
         out = compute(module, tokens, packed_row)
     except RuntimeError as error:

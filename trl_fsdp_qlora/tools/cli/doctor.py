@@ -7,6 +7,7 @@ is 1 if there is an error. `--max_steps 1` of the run's own command is its rehea
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import sys
@@ -15,12 +16,18 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import UserError
 from ...utils.plain import counted
 from ..run.one_line import pop_options
 from .scripts import LAUNCHER, PLANNED, config_of, default_config, method_of, script_of, with_recipe
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+    from trl import ModelConfig
+
+    from ..recipe.arguments import ScriptArguments
 
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify")
 _LEVELS = ("error", "warning", "ok")
@@ -49,10 +56,14 @@ def doctor(words: list[str]) -> int:
             findings += recipe_findings(launcher, rest) if rest else ()
     except ImportError as error:  # the package refuses the installed versions: the findings so far have the reason
         findings.append(Finding("error", "imports", str(error)))
-    findings.sort(key=lambda finding: _LEVELS.index(finding.level))
-    for finding in findings:
-        print(f"{finding.level:<8} {finding.check}: {' '.join(finding.text.split())}")
-    errors, warned = (sum(finding.level == level for finding in findings) for level in _LEVELS[:2])
+    for level in _LEVELS:
+        for finding in findings:
+            if finding.level == level:
+                words = finding.text.split()
+                print(f"{level:<8} {finding.check}: {' '.join(words)}")
+    levels = [finding.level for finding in findings]
+    errors = levels.count("error")
+    warned = levels.count("warning")
     print(f"{counted(errors, 'error')}, {counted(warned, 'warning')}")
     return 1 if errors else 0
 
@@ -63,22 +74,34 @@ def machine_findings() -> Iterator[Finding]:
 
     from ...trainers.reporting.card import software
 
-    optional = [f"{name} {version(name)}" for name in _OPTIONAL if find_spec(name.replace("-", "_"))]
-    yield Finding("ok", "versions", ", ".join([software(), *optional]))
+    installed = [software()]
+    for name in _OPTIONAL:
+        module = name.replace("-", "_")
+        if find_spec(module):
+            installed.append(f"{name} {version(name)}")
+    yield Finding("ok", "versions", ", ".join(installed))
     driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-    count = range(torch.cuda.device_count())
-    gpus = [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in count]
+    numbers = range(torch.cuda.device_count())
+    gpus = []
+    for number in numbers:
+        name = torch.cuda.get_device_name(number)
+        capability = torch.cuda.get_device_capability(number)
+        gpus.append((name, capability))
     yield from devices(torch.__version__, torch.version.cuda or torch.version.hip, driver, gpus)
     if gpus:
-        pairs = [(i, j) for i in count for j in count if i != j]
+        pairs = itertools.permutations(numbers, 2)
         apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-        yield from surroundings(shutil.which("nvcc"), shutil.which("cc") or shutil.which("gcc"), apart)
+        toolkit = shutil.which("nvcc")
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        yield from surroundings(toolkit, compiler, apart)
     if find_spec("bitsandbytes") is not None:
         try:
             import bitsandbytes  # noqa: F401
         except Exception as error:  # an error of its native library would also end a run with a 4-bit base
-            yield Finding("error", "bitsandbytes", f"cannot be imported: {type(error).__name__}: {error}")
-    if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < 2**30:  # a container's default is 64 MiB
+            reason = f"{type(error).__name__}: {error}"
+            yield Finding("error", "bitsandbytes", f"cannot be imported: {reason}")
+    shared_memory = Path("/dev/shm")
+    if shared_memory.is_dir() and shutil.disk_usage(shared_memory).free < 2**30:  # a container's default is 64 MiB
         reason = "less than 1 GiB is free, and NCCL, data loaders and vLLM's workers use it: docker run --shm-size=8g"
         yield Finding("warning", "/dev/shm", reason)
 
@@ -97,14 +120,16 @@ def devices(build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str
         reason = f"the driver is older than CUDA {cuda}, or CUDA_VISIBLE_DEVICES={hidden!r} hides them"
         yield Finding("error", "torch", f"torch {build} sees no GPU: {reason}")
     for name, capability in gpus:
-        gpu = f"{name} (compute capability {capability[0]}.{capability[1]})"
+        major, minor = capability
+        gpu = f"{name} (compute capability {major}.{minor})"
         if capability >= (8, 0):
             yield Finding("ok", "hardware", gpu)
         else:
             reason = f"{gpu} has no bfloat16, TRL's default, and emulates it slowly: set bf16: false and fp16: true"
             yield Finding("warning", "hardware", f"{reason} in the recipe, mixed_precision: fp16 for accelerate")
     if not gpus:
-        reason = f"no GPU: runs are on the CPU ({os.cpu_count()} threads); use_cpu: true, bf16: false"
+        threads = os.cpu_count()
+        reason = f"no GPU: runs are on the CPU ({threads} threads); use_cpu: true, bf16: false"
         yield Finding("ok", "hardware", reason)
 
 
@@ -120,7 +145,8 @@ def surroundings(toolkit: str | None, compiler: str | None, apart: Sequence[tupl
         reason = "no cc or gcc, with which Triton builds the launcher of each kernel: apt-get install gcc"
         yield Finding("warning", "C compiler", reason)
     if apart:
-        gpus = ", ".join(f"{first} and {second}" for first, second in apart if first < second)
+        pairs = [f"{first} and {second}" for first, second in apart if first < second]
+        gpus = ", ".join(pairs)
         reason = f"GPUs {gpus} reach each other through the host's memory only"
         advice = "ddp, which moves adapters alone, loses less by it than fsdp2 and zero3, which gather the weights"
         yield Finding("warning", "peer access", f"{reason}: {advice}")
@@ -146,31 +172,46 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
         launch = read_launch(name, processes or None)
         script, config, model = _parsed(rest, launch.processes)
         wrapped = launch.units if isinstance(launch.units, tuple) else ()
-        tokenizer = check_recipe(script, config, model, wrapped).tokenizer
-        appends = bool(script.tools or script.environment) and vars(config).get("history") == "append"
-        if appends and strips_thinking(with_response_schema(tokenizer)):
-            yield Finding("warning", "history", NOT_AS_SERVED)
-        text = f"{type(config).__name__}, {launch.processes} process{'es' * (launch.processes > 1)}"
-        yield Finding("ok", "recipe", text)
+        recipe = check_recipe(script, config, model, wrapped)
+        has_tools = bool(script.tools or script.environment)
+        if has_tools and vars(config).get("history") == "append":
+            tokenizer = with_response_schema(recipe.tokenizer)
+            if strips_thinking(tokenizer):
+                yield Finding("warning", "history", NOT_AS_SERVED)
+        class_name = type(config).__name__
+        plural = "es" if launch.processes > 1 else ""
+        yield Finding("ok", "recipe", f"{class_name}, {launch.processes} process{plural}")
     except UserError as error:
         yield Finding("error", "recipe", str(error))
 
 
-def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any]:
+def _parsed(rest: Sequence[str], processes: int) -> "tuple[ScriptArguments, TrainingArguments, ModelConfig]":
     """(script, config, model) as a launch in `processes` processes would parse them."""
     from trl import ModelConfig
 
     from ..recipe.arguments import parse_recipe
-    from ..recipe.keys import read_yaml
 
-    path = pop_options(rest, ("--config",))[0].get("--config")
     method = method_of(rest, PLANNED)
+    types = (script_of(method), config_of(method), ModelConfig)
     words = list(rest)
     if processes > 1:
         # Here this process is the only one, so whole groups are counted over more accumulation in place of ranks.
-        names = ("--steps_per_generation", "--gradient_accumulation_steps")
-        in_file = {f"--{name}": value for name, value in (read_yaml(path) if path else {}).items()}
-        options = {**in_file, **pop_options(rest, names)[0]}
-        name = next((name for name in names if options.get(name)), names[1])
-        words += [name, str(processes * int(options.get(name) or 1))]
-    return parse_recipe((script_of(method), config_of(method), ModelConfig), words)
+        name, steps = _accumulation(rest)
+        words += [name, str(processes * steps)]
+    return parse_recipe(types, words)
+
+
+def _accumulation(rest: Sequence[str]) -> tuple[str, int]:
+    """The option that says over how many micro-batches whole groups are counted, and its value in a run's words."""
+    from ..recipe.keys import read_yaml
+
+    names = ("steps_per_generation", "gradient_accumulation_steps")
+    options, _ = pop_options(rest, ("--config", *(f"--{name}" for name in names)))
+    path = options.get("--config")
+    in_file = read_yaml(path) if path else {}
+    for name in names:
+        option = f"--{name}"
+        steps = options.get(option, in_file.get(name))
+        if steps:
+            return option, int(steps)
+    return "--gradient_accumulation_steps", 1

@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import UserError
 from ..run.one_line import OneLineParser, check_num_processes
@@ -71,7 +71,7 @@ def plan(words: Sequence[str]) -> int:
     return 0 if planned.fits else 1
 
 
-def _largest(planned: "MemoryPlan") -> dict[str, Any]:
+def _largest(planned: "MemoryPlan") -> dict[str, int | str | None]:
     """The largest group, length and model that fit, by the name of the field."""
     from ..planning import largest
 

@@ -21,7 +21,7 @@ run: whether it ran here unchanged, shortened, or is planned; `recipes NAME` pri
 `recipes NAME > mine.yaml` puts one here to edit, `COMMAND --config NAME` runs it as it is."""
 
 
-class Recipe(NamedTuple):
+class RecipeFile(NamedTuple):
     """A YAML file of this package, and the facts in its head."""
 
     name: str
@@ -41,24 +41,33 @@ def _head(text: str) -> dict[str, str]:
         match = _FIELD.match(line)
         if match:
             field = match["field"]
-        content = match["text"] if match else line.removeprefix("#").strip()
-        head[field] = f"{head.get(field, '')} {content}".strip()
+            content = match["text"]
+        else:
+            content = line.removeprefix("#").strip()
+        before = head.get(field, "")
+        head[field] = f"{before} {content}".strip()
     return head
 
 
-def all_recipes() -> list[Recipe]:
+def all_recipes() -> list[RecipeFile]:
     """Every YAML file of this package, by name."""
     recipes = []
     root = resource_folder("recipes")
     for path in sorted(root.glob("*/*/config_*.yaml")):
         head = _head(path.read_text(encoding="utf-8"))
-        # The folders of this package's trainers begin with the room's name; other folders are commands.
-        folder = path.parent.name
-        command = next((method.command for method in METHODS if folder.startswith(method.room)), folder)
-        was_run = _WAS_RUN.match(head["expect"])[0]
+        was_run = _WAS_RUN.match(head["expect"])
         name = recipe_name(path.relative_to(root).as_posix())
-        recipes.append(Recipe(name, path, command, head["hardware"], was_run))
+        recipe = RecipeFile(name, path, _command_of(path.parent.name), head["hardware"], was_run[0])
+        recipes.append(recipe)
     return recipes
+
+
+def _command_of(folder: str) -> str:
+    """The command of the recipes in a folder: a trainer's begins with its room's name, any other is a command's."""
+    for method in METHODS:
+        if folder.startswith(method.room):
+            return method.command
+    return folder
 
 
 def recipe_name(text: str) -> str:
@@ -68,7 +77,7 @@ def recipe_name(text: str) -> str:
     return f"{folder}{slash}{file.removeprefix('config_')}"
 
 
-def find(text: str) -> Recipe:
+def find(text: str) -> RecipeFile:
     """The recipe called `text`.
 
     Raises:
@@ -80,7 +89,8 @@ def find(text: str) -> Recipe:
         return by_name[asked_for]
     # A user who types only the end of a name means the recipe with that end.
     with_that_end = [name for name in by_name if name.endswith(f"/{asked_for}")]
-    hint = did_you_mean(with_that_end[0] if with_that_end else asked_for, by_name, 0.5)
+    meant = [*with_that_end, asked_for]
+    hint = did_you_mean(meant[0], by_name, 0.5)
     raise UserError(f"there is no recipe {text!r}{hint}; `trl-fsdp-qlora recipes` lists them")
 
 
@@ -89,22 +99,27 @@ def recipes(words: list[str]) -> int:
     parser = OneLineParser(prog="trl-fsdp-qlora recipes", description="List the recipes; print one.")
     parser.add_argument("name", nargs="?", help="of a recipe, e.g. small-base/grpo/quickstart")
     name = parser.parse_args(words).name
-    if name is None:
-        rows = [("recipe", "command", "run", "hardware")]
-        rows += [(recipe.name, recipe.command, recipe.was_run, recipe.hardware) for recipe in all_recipes()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
-        print(_LEGEND)
-    else:
-        print(find(name).path.read_text(encoding="utf-8"), end="")
+    if name is not None:
+        recipe = find(name)
+        print(recipe.path.read_text(encoding="utf-8"), end="")
+        return 0
+    rows = [("recipe", "command", "run", "hardware")]
+    for recipe in all_recipes():
+        rows.append((recipe.name, recipe.command, recipe.was_run, recipe.hardware))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        print("  ".join(cells).rstrip())
+    print(_LEGEND)
     return 0
 
 
 def config(words: list[str]) -> int:
     """Print the path of the accelerate config that `words` names, or the names of all."""
     parser = OneLineParser("trl-fsdp-qlora config", description="The path of an accelerate config, or all names.")
-    known = accelerate_config_names()
-    parser.add_argument("name", nargs="?", help=f"one of: {', '.join(known)}")
+    names = accelerate_config_names()
+    all_names = ", ".join(names)
+    parser.add_argument("name", nargs="?", help=f"one of: {all_names}")
     name = parser.parse_args(words).name
-    print(accelerate_config(name) if name else "\n".join(known))
+    print(accelerate_config(name) if name else "\n".join(names))
     return 0

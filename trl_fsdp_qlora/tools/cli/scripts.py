@@ -27,16 +27,19 @@ PLANNED = tuple(method for method in METHODS if not method.is_paired)  # which `
 
 def called(name: str, words: list[str]) -> int:
     """Run the script `name` in this process."""
-    sys.argv = [str(resource_folder("recipes") / f"{name}.py"), *words]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    script = str(resource_folder("recipes") / f"{name}.py")
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")
     return 0
 
 
 def launched(name: str, words: list[str]) -> int:
     """Run the script `name` like `accelerate launch`, in the requested number of processes."""
     if {"--help", "-h"} & set(words):
-        print(f"Of the launcher: {', '.join(LAUNCHER)}. Of the script, in a YAML (--config FILE) or here:\n")
-        return called(name, ["--help", *(["all"] if "all" in words else [])])
+        options = ", ".join(LAUNCHER)
+        print(f"Of the launcher: {options}. Of the script, in a YAML (--config FILE) or here:\n")
+        help_words = ["--help", "all"] if "all" in words else ["--help"]
+        return called(name, help_words)
     launcher, rest = pop_options(words, LAUNCHER)
     rest = with_recipe(rest)
     config = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
@@ -44,8 +47,8 @@ def launched(name: str, words: list[str]) -> int:
     flags = _config_flags(config, launcher)
     for option, value in launcher.items():
         flags += [option, value]
-    script = str(resource_folder("recipes") / f"{name}.py")
-    return launch([*flags, script, *rest])
+    script = resource_folder("recipes") / f"{name}.py"
+    return launch([*flags, str(script), *rest])
 
 
 def check_gpu_ids(ids: str | None) -> None:
@@ -55,13 +58,15 @@ def check_gpu_ids(ids: str | None) -> None:
     import torch
 
     count = torch.cuda.device_count()
-    there = {str(number) for number in range(count)}
-    named = {number.strip() for number in ids.split(",")}
-    if not named <= there:
-        reason = f"this machine has {counted(count, 'GPU')}, numbered from 0"
-        if not count:
-            reason = "this machine has no GPU that torch sees"
-        raise UserError(f"--gpu_ids {ids}: {reason}")
+    there = set(map(str, range(count)))
+    named = set(map(str.strip, ids.split(",")))
+    if named <= there:
+        return
+    reason = "this machine has no GPU that torch sees"
+    if count:
+        gpus = counted(count, "GPU")
+        reason = f"this machine has {gpus}, numbered from 0"
+    raise UserError(f"--gpu_ids {ids}: {reason}")
 
 
 def with_recipe(words: list[str]) -> list[str]:
@@ -76,17 +81,24 @@ def with_recipe(words: list[str]) -> list[str]:
         return rest
     if Path(config).exists():
         return ["--config", config, *rest]
-    is_file_name = Path(config).suffix in (".yaml", ".yml")
     try:
-        return ["--config", str(find(config).path), *rest]
+        recipe = find(config)
     except UserError as error:
+        is_file_name = Path(config).suffix in (".yaml", ".yml")
         if not is_file_name:
             raise
         hint = mistyped_path(config) or f", and {error}"
         raise UserError(f"--config {config}: there is no such file{hint}") from None
+    return ["--config", str(recipe.path), *rest]
 
 
-# Commands whose options are another program's, names of recipes, or a run's as they stand.
+def _config_in(words: Sequence[str]) -> str | None:
+    """The value of `--config` in `words`."""
+    options, _ = pop_options(words, ("--config",))
+    return options.get("--config")
+
+
+# Commands whose options are another program's, names of recipes, or those of a run as they are.
 NOT_CHECKED = ("launch", "doctor", "recipes", "config")
 # Commands that take a recipe of any of these methods, next to options of their own.
 _OF_ANY_METHOD = {"plan": METHODS, "compare": tuple(method for method in METHODS if method.stock)}
@@ -96,21 +108,25 @@ def refuse_typos(command: str, words: Sequence[str]) -> None:
     """Refuse options, and keys of the `--config` file, that `command` does not take, before torch is imported."""
     if command in NOT_CHECKED:
         return
-    config = pop_options(with_recipe(words), ("--config",))[0].get("--config")
+    config = _config_in(with_recipe(words))
     methods = _OF_ANY_METHOD.get(command, ())
     if command == "plan":
         shipped_method(config, methods)
-    names = known_names(command, *(method.command for method in methods))
+    commands = [method.command for method in methods]
+    names = known_names(command, *commands)
     if names is None:
         return  # the command's own parser refuses them
-    check_options(words, spellings(names) | set(LAUNCHER))
+    options = spellings(names) | set(LAUNCHER)
+    check_options(words, options)
     if config is not None:
-        check_keys(read_yaml(config), {*names, "env"}, config)
+        keys = {*names, "env"}
+        check_keys(read_yaml(config), keys, config)
 
 
 def config_of(method: Method) -> type:
     """The config class of a method."""
-    return getattr(import_module(f"trl_fsdp_qlora.trainers.{method.room}.config"), method.config)
+    module = import_module(f"trl_fsdp_qlora.trainers.{method.room}.config")
+    return getattr(module, method.config)
 
 
 def script_of(method: Method) -> type:
@@ -127,14 +143,16 @@ def shipped_method(path: str | None, methods: Sequence[Method]) -> Method | None
     Raises:
         UserError: the recipe is of none of `methods`.
     """
-    recipe = next((each for each in all_recipes() if path and each.path == Path(path)), None)
+    if not path:
+        return None
+    by_path = {recipe.path: recipe for recipe in all_recipes()}
+    recipe = by_path.get(Path(path))
     if recipe is None:
         return None
     by_command = {method.command: method for method in methods}
     if recipe.command not in by_command:
-        raise UserError(
-            f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {', '.join(by_command)}"
-        )
+        commands = ", ".join(by_command)
+        raise UserError(f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {commands}")
     return by_command[recipe.command]
 
 
@@ -143,44 +161,50 @@ def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Meth
 
     It is that of a shipped recipe. Otherwise it is the first of `methods` that has every field, GRPO if none has.
     """
-    shipped = shipped_method(pop_options(words, ("--config",))[0].get("--config"), methods)
+    options, rest = pop_options(words, ("--config",))
+    config = options.get("--config")
+    shipped = shipped_method(config, methods)
     if shipped is not None:
         return shipped
-    options, rest = pop_options(words, ("--config",))
     used = set()
     for word in rest:
         if word.startswith("--"):
-            option = word.partition("=")[0]
-            used.add(option.removeprefix("--").replace("-", "_"))
-    if options:
-        used.update(read_yaml(options["--config"]))
+            option, _, _ = word.partition("=")
+            name = option.removeprefix("--").replace("-", "_")
+            used.add(name)
+    if config is not None:
+        used.update(read_yaml(config))
     used.discard("env")
-    fitting = (method for method in methods if used <= field_names(method))
-    return next(fitting, METHODS[0])
+    for method in methods:
+        if used <= field_names(method):
+            return method
+    return METHODS[0]
 
 
 def field_names(method: Method) -> set[str]:
     """Names of the fields of a method's recipes."""
     names = known_names(method.command)
-    if names is None:
-        from trl import ModelConfig
+    if names is not None:
+        return names
+    from trl import ModelConfig
 
-        classes = (ModelConfig, config_of(method), script_of(method))
-        names = {name for cls in classes for name in cls.__dataclass_fields__}
-    return names
+    classes = (ModelConfig, config_of(method), script_of(method))
+    return set().union(*(cls.__dataclass_fields__ for cls in classes))
 
 
 def _config_flags(config: str | None, launcher: dict[str, str]) -> list[str]:
     """The flags that name accelerate's config: `config` (a name or a path), the user's own, or a fitting default."""
     if config is not None:
-        return ["--config_file", config if Path(config).is_file() else str(accelerate_config(config))]
+        path = config if Path(config).is_file() else accelerate_config(config)
+        return ["--config_file", str(path)]
     from accelerate.commands.config.config_args import default_config_file
 
     if Path(default_config_file).is_file():  # written by `accelerate config`
         return []
     name, processes = default_config(launcher.get("--num_processes"))
     launcher.setdefault("--num_processes", str(processes))
-    line = f"accelerate config: {name}, {processes} process{'es' * (processes > 1)}"
+    plural = "es" if processes > 1 else ""
+    line = f"accelerate config: {name}, {processes} process{plural}"
     print(f"{line} (`trl-fsdp-qlora config` lists others, for --accelerate_config)")
     return ["--config_file", str(accelerate_config(name))]
 
@@ -201,5 +225,7 @@ def default_config(num_processes: str | None) -> tuple[str, int]:
     gpus = torch.cuda.device_count()
     processes = int(num_processes) if num_processes else max(gpus, 1)
     if processes > 1:
-        return "ddp" if gpus else "ddp_cpu", processes
-    return "single_gpu" if gpus else "cpu", processes
+        name = "ddp" if gpus else "ddp_cpu"
+    else:
+        name = "single_gpu" if gpus else "cpu"
+    return name, processes

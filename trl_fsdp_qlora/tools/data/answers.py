@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from ...errors import UserError
 
-Completion = str | list[dict[str, Any]]
+Completion = str | list[dict]  # a text, or messages
 
 ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number", "first_line")
 MAX_TEXT = 100_000  # characters at the end of a completion that are searched for its answer
@@ -62,14 +61,20 @@ class TextAnswer:
     text: str
 
     @property
+    def bare_text(self) -> str:
+        return self.text.strip(_AROUND_TEXT)
+
+    @property
     def is_letter(self) -> bool:
-        return _LETTER.fullmatch(self.text.strip(_AROUND_TEXT)) is not None
+        return _LETTER.fullmatch(self.bare_text) is not None
 
     def is_equal(self, answer: str) -> bool:
         if comparable_text(answer) == comparable_text(self.text):
             return True
-        letter = self.text.strip(_AROUND_TEXT)
-        return self.is_letter and re.match(rf"[\s*(\[]*{letter}[\s*]*[).:\]]", answer) is not None
+        if not self.is_letter:
+            return False
+        at_the_beginning = rf"[\s*(\[]*{self.bare_text}[\s*]*[).:\]]"
+        return re.match(at_the_beginning, answer) is not None
 
 
 Gold = Fraction | TextAnswer | Callable[[str | None], bool]
@@ -77,7 +82,8 @@ Gold = Fraction | TextAnswer | Callable[[str | None], bool]
 
 def comparable_text(text: str) -> str:
     """`text` without case, without blanks that mean nothing, and without punctuation at both ends."""
-    return " ".join(text.strip(_AROUND_TEXT).casefold().split())
+    words = text.strip(_AROUND_TEXT).casefold().split()
+    return " ".join(words)
 
 
 def completion_text(completion: Completion) -> str:
@@ -86,9 +92,14 @@ def completion_text(completion: Completion) -> str:
         return completion
     texts = []
     for message in completion:
-        if message.get("role") == "assistant":
-            content = message.get("content") or ""
-            texts += [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+        if message.get("role") != "assistant":
+            continue
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            texts.append(content)
+            continue
+        for part in content:
+            texts.append(part.get("text") or "")
     return "".join(texts)
 
 
@@ -97,20 +108,20 @@ def _value(match: re.Match) -> Fraction | None:
 
     It is `None` for a division by zero, a chain of divisions (a date), and a number too long to be meant.
     """
-    divisors = match["below"].split("/")[1:]
+    _, *divisors = match["below"].split("/")
     if len(divisors) > 1:
         return None
     value = _plain_value(match["digits"])
-    if divisors:
-        divisor = _plain_value(divisors[0])
-        if value is None or not divisor:
-            return None
-        value /= divisor
     if value is None:
         return None
+    if divisors:
+        divisor = _plain_value(divisors[0])
+        if not divisor:  # zero, or none
+            return None
+        value /= divisor
     has_minus = match["sign"] in ("-", "\u2212")
     if has_minus and not _is_binary_minus(match.string, match.start()):
-        value = -value
+        return -value
     return value
 
 
@@ -124,14 +135,17 @@ def _plain_value(digits: str) -> Fraction | None:
     # The exponent is checked before it is used: 1e999999999 is ten characters, and a gigabyte as a fraction.
     if abs(exponent) > MAX_DIGITS:
         return None
-    number = Fraction(mantissa.translate(_NO_DIGITS))
-    return number * Fraction(10) ** exponent
+    plain_mantissa = mantissa.translate(_NO_DIGITS)
+    factor = Fraction(10) ** exponent
+    return Fraction(plain_mantissa) * factor
 
 
 def _is_binary_minus(text: str, position: int) -> bool:
     # In "12 - 5" the minus belongs to the operation, in "= -5" to the number.
-    before = text[max(position - 64, 0) : position].rstrip()
-    return bool(before) and (before[-1].isdigit() or before[-1] == ")")
+    first = max(position - 64, 0)
+    before = text[first:position].rstrip()
+    last = before[-1:]
+    return last.isdigit() or last == ")"
 
 
 def parse_number(text: str | int | float) -> Fraction | None:
@@ -141,18 +155,26 @@ def parse_number(text: str | int | float) -> Fraction | None:
     `"1 or 2"` -> None, `"1/0"` -> None, `"1/2/3"` -> None, `"\\frac{3}{4}"` -> 3/4, `"2^3"` -> None.
     """
     if isinstance(text, numbers.Integral):  # numpy's integers, too
-        return Fraction(int(text)) if abs(text) < 10**MAX_DIGITS else None
+        is_short = abs(text) < 10**MAX_DIGITS
+        return Fraction(int(text)) if is_short else None
     if isinstance(text, numbers.Real):
-        return Fraction(str(float(text))) if math.isfinite(text) else None
+        is_finite = math.isfinite(text)
+        return Fraction(str(float(text))) if is_finite else None
     text = _without_latex(text)
-    matches = iter(()) if _is_formula(text) else NUMBER.finditer(text)
+    if _is_formula(text):
+        return None
+    matches = NUMBER.finditer(text)
     first = next(matches, None)
-    return None if first is None or next(matches, None) is not None else _value(first)
+    second = next(matches, None)
+    is_one_number = first is not None and second is None
+    return _value(first) if is_one_number else None
 
 
 def _without_latex(text: str) -> str:
     """`text` without the LaTeX in which a plain number is written."""
-    return _SIGNS.sub(r"\1\2", _TEXT.sub(r" \1", _FRACTION.sub(r"\1/\2", text)))
+    text = _FRACTION.sub(r"\1/\2", text)
+    text = _TEXT.sub(r" \1", text)
+    return _SIGNS.sub(r"\1\2", text)
 
 
 def _is_formula(text: str) -> bool:
@@ -177,21 +199,37 @@ def extract_answer(text: str, answer_format: str = "auto", gold: Gold | None = N
         raise UserError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}")
     text = text[-MAX_TEXT:]
     if answer_format == "first_line":
-        return text.strip().split("\n", 1)[0].strip() or None
+        return _first_line(text)
+    if answer_format == "last_number":
+        return _last_number(text)
     if answer_format in ("auto", "hash") and "####" in text:
-        return text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip() or None
+        _, after = text.rsplit("####", 1)
+        return _first_line(after)
     inside = None
     if answer_format in ("auto", "tags"):
-        start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-        if start >= 0:
-            inside = text[start + len("<answer>") : text.find("</answer>", start)]
+        inside = _last_tagged(text)
     if inside is None and answer_format in ("auto", "boxed"):
         inside = _last_boxed(text)
     if inside is not None:
         return inside.strip() or None
-    if answer_format == "auto":
-        return last_resort(text, gold)
-    return _last_number(text) if answer_format == "last_number" else None
+    return last_resort(text, gold) if answer_format == "auto" else None
+
+
+def _first_line(text: str) -> str | None:
+    """The first line that is not empty."""
+    first, *_ = text.strip().split("\n", 1)
+    return first.strip() or None
+
+
+def _last_tagged(text: str) -> str | None:
+    """The content of the last whole `<answer>` element."""
+    last_end = max(text.rfind("</answer>"), 0)
+    opening = text.rfind("<answer>", 0, last_end)
+    if opening < 0:
+        return None
+    start = opening + len("<answer>")
+    end = text.find("</answer>", opening)
+    return text[start:end]
 
 
 def last_resort(text: str, gold: Gold | None = None) -> str | None:
@@ -204,10 +242,13 @@ def last_resort(text: str, gold: Gold | None = None) -> str | None:
     if not isinstance(gold, TextAnswer):
         return _last_number(text)
     if gold.is_letter:
-        letters = [letter for letter in _LETTER.findall(text) if letter != "I" or comparable_text(gold.text) == "i"]
+        letters = _LETTER.findall(text)
+        if comparable_text(gold.text) != "i":
+            letters = [letter for letter in letters if letter != "I"]  # the pronoun
         if letters:
             return letters[-1]
-    return text.strip().rsplit("\n", 1)[-1].strip() or None
+    *_, last_line = text.strip().rsplit("\n", 1)
+    return last_line.strip() or None
 
 
 def _last_number(text: str) -> str | None:
@@ -223,12 +264,17 @@ def _last_number(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for brace in re.finditer(r"[{}]", text[start:]) if start >= 0 else ():
+    """The content of the last `\\boxed{}`, up to the brace that closes it."""
+    command = "\\boxed{"
+    opening = text.rfind(command)
+    if opening < 0:
+        return None
+    content = text[opening + len(command) :]
+    depth = 1
+    for brace in re.finditer(r"[{}]", content):
         depth += 1 if brace.group() == "{" else -1
         if depth == 0:
-            return text[start + len("\\boxed{") : start + brace.start()]
+            return content[: brace.start()]
     return None
 
 
@@ -239,8 +285,11 @@ def required_answer(text: str, answer_format: str = "auto") -> str | None:
     """
     if answer_format != "auto":
         return extract_answer(text, answer_format)
-    answers = (extract_answer(text, each) for each in ("hash", "tags", "boxed"))
-    return next((answer for answer in answers if answer is not None), None)
+    for marked in ("hash", "tags", "boxed"):
+        answer = extract_answer(text, marked)
+        if answer is not None:
+            return answer
+    return None
 
 
 def parse_gold(answer: str | int | float, row: int | str) -> Fraction | TextAnswer:
@@ -254,30 +303,25 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | TextAnsw
     value = str(answer) if isinstance(answer, bool) else answer
     if isinstance(value, str) and "####" in value:
         value = extract_answer(value, "hash") or ""
-    number = parse_number(value) if isinstance(value, (str, numbers.Real)) else None
-    if number is not None:
-        return number
-    if isinstance(value, str) and not _is_formula(value):
-        value = value.strip()
-        if comparable_text(value) and len(value) <= MAX_EXACT_TEXT and "\n" not in value:
-            return TextAnswer(value)
+    if isinstance(value, (str, numbers.Real)):
+        number = parse_number(value)
+        if number is not None:
+            return number
+    hint = ""
+    if isinstance(value, str):
+        text = value.strip()
+        is_one_line = len(text) <= MAX_EXACT_TEXT and "\n" not in text
+        if _is_formula(text):
+            hint = " (trl.rewards:accuracy_reward for LaTeX)"
+        elif is_one_line and comparable_text(text):
+            return TextAnswer(text)
     # Python refuses to print an integer that is too long.
     printed = f"{answer:#x}" if isinstance(answer, int) else repr(answer)
-    formula = "" if not (isinstance(value, str) and _is_formula(value)) else " (trl.rewards:accuracy_reward for LaTeX)"
-    number = row + 1 if isinstance(row, int) else row  # people count rows from 1
+    row_number = row + 1 if isinstance(row, int) else row  # people count rows from 1
     raise UnparsableGoldAnswer(
-        f"the gold answer of row {number} is no number and no text of one line: {printed[:120]}. Correct the row, "
-        f"leave it out of the dataset, or give rewards a function of your own{formula}"
+        f"the gold answer of row {row_number} is no number and no text of one line: {printed[:120]}. Correct the row, "
+        f"leave it out of the dataset, or give rewards a function of your own{hint}"
     )
-
-
-def can_be_graded(answer: Any) -> bool:
-    """Whether [`parse_gold`] takes `answer`."""
-    try:
-        parse_gold(answer, 0)
-    except UnparsableGoldAnswer:
-        return False
-    return True
 
 
 def answers_match(answer: str | None, gold: Gold) -> bool:
@@ -289,4 +333,6 @@ def answers_match(answer: str | None, gold: Gold) -> bool:
         return gold(answer)
     if answer is None:
         return False
-    return gold.is_equal(answer) if isinstance(gold, TextAnswer) else parse_number(answer) == gold
+    if isinstance(gold, TextAnswer):
+        return gold.is_equal(answer)
+    return parse_number(answer) == gold

@@ -10,9 +10,9 @@ import json
 import logging
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from datasets import Dataset, Image, List, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
@@ -21,7 +21,26 @@ from ...errors import mistyped_path
 from ..small_base import ADDITION, question_of, two_digit_pairs
 from . import reasoning_gym
 from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
-from .import_path import is_import_path, load_function
+from .import_path import DATA_SUFFIXES, is_import_path, is_missing_path, load_function
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+Row = Mapping[str, object]  # of a source, by column
+Message = dict[str, object]  # of a conversation: `role`, `content` and what else TRL and the chat template read
+
+
+class Problem(TypedDict, total=False):
+    """A problem, as [`read_problems`] describes it."""
+
+    row: int
+    question: str | list[Message]
+    answer: object
+    images: list[dict]
+    entry: str
+    columns: Row
+    is_gradable: bool
+
 
 # (columns of the question, column of the right answer): SVAMP, GSM8K, a user's own plain files, and TRL's own name.
 COLUMNS = (
@@ -32,17 +51,11 @@ COLUMNS = (
 )
 # Columns of a question without an answer: TRL's own name comes first.
 QUESTIONS = (("prompt",), ("Body", "Question"), ("question",), ("problem",))
-# Suffix of a file -> the builder that `datasets` reads it with, and its options.
-_READERS = {
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".parquet": ("parquet", {}),
-}
-# Columns of a source that do not become columns of its prompts. TRL hands columns to reward functions as keyword
+# Suffix of a file -> the builder that `datasets` reads it with; all others are called as the suffix.
+_BUILDERS = {".jsonl": "json", ".tsv": "csv"}
+# Columns of a source that do not become columns of its prompts. TRL passes columns to reward functions as keyword
 # arguments, next to arguments of its own. Pictures are read on the way.
-_NOT_HANDED_ON = {
+_NOT_PASSED_ON = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
     "image", "images", "environments",
 }  # fmt: skip
@@ -66,48 +79,59 @@ def _is_one_set(path: Path) -> bool:
 
 
 def _takes_split(function: Callable) -> bool:
-    return "split" in inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
+    return "split" in parameters
 
 
-def read_rows(source: str, split: str = "train", config: str | None = None) -> Iterable[dict]:
+def read_rows(source: str, split: str = "train", config: str | None = None) -> Iterable[Row]:
     """The unchanged rows of a source as [`read_problems`] takes it."""
     if source == ADDITION:
         return _sums(split)
     if is_import_path(source):
         function = load_function(source)
-        return function(split=split) if _takes_split(function) else function()
+        options = {"split": split} if _takes_split(function) else {}
+        return function(**options)
     if is_missing_path(source):
         raise DatasetError(f"dataset {source!r}: there is no such file or folder{mistyped_path(source)}")
     _check_split(source, split)
     path = Path(source)
-    if path.is_file() and path.suffix not in _READERS:
-        raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
+    if path.is_file() and path.suffix not in DATA_SUFFIXES:
+        raise DatasetError(f"{source} is not a file of a known kind: {', '.join(DATA_SUFFIXES)}")
+    is_saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
     try:
         if path.is_file():
             return _rows_of_file(path)
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        if is_saved:
             return _saved_rows(source, split)
         return load_dataset(source, config, split=split)
     except StopIteration:  # of the JSON reader
         raise DatasetError(f"{source} is empty: it has no rows") from None
     except (OSError, ValueError, KeyError, DatasetsError) as error:
-        reason = _broken_line(path) or str(error.__cause__ or error).strip().split("\n")[0]
+        reason = _broken_line(path)
+        if reason is None:
+            text = str(error.__cause__ or error)
+            reason = text.strip().split("\n")[0]
         raise DatasetError(
             f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}{mistyped_path(source)}"
         ) from error
 
 
-def _sums(split: str) -> list[dict]:
+def _sums(split: str) -> list[Row]:
     pairs, held_out = two_digit_pairs()
     if split == "test":
         pairs = held_out
         random.Random(0).shuffle(pairs)  # so that the first hundred, for example, are a sample
-    return [{"problem": question_of(a, b), "answer": a + b} for a, b in pairs]
+    rows = []
+    for a, b in pairs:
+        row = {"problem": question_of(a, b), "answer": a + b}
+        rows.append(row)
+    return rows
 
 
 def _rows_of_file(path: Path) -> Dataset:
-    reader, options = _READERS[path.suffix]
-    return load_dataset(reader, data_files=str(path), split="train", **options)
+    builder = _BUILDERS.get(path.suffix, path.suffix.removeprefix("."))
+    options = {"sep": "\t"} if path.suffix == ".tsv" else {}
+    return load_dataset(builder, data_files=str(path), split="train", **options)
 
 
 def _saved_rows(source: str, split: str) -> Dataset:
@@ -115,7 +139,9 @@ def _saved_rows(source: str, split: str) -> Dataset:
     saved = load_from_disk(source)
     if isinstance(saved, Dataset):
         return saved
-    return concatenate_datasets([saved[part] for part in split.split("+")])
+    names = split.split("+")
+    parts = [saved[name] for name in names]
+    return concatenate_datasets(parts)
 
 
 def _broken_line(path: Path) -> str | None:
@@ -133,7 +159,7 @@ def _broken_line(path: Path) -> str | None:
 
 
 def _check_split(source: str, split: str) -> None:
-    """Refuse a split that `source` cannot have: of a file all rows are read, whatever the split is called.
+    """Refuse a split that `source` cannot have: of a file all rows are read, for any name of the split.
 
     `train+test` is what both together are called on the Hub, and all of a file of the same data.
     """
@@ -145,29 +171,11 @@ def _check_split(source: str, split: str) -> None:
         )
 
 
-def is_missing_path(source: str) -> bool:
-    """Whether `source` can only be meant as a file or folder of this machine, and there is none.
-
-    It ends like a file, begins like a path, has nearly the name of a file that is here, or its first folder is here.
-    A model or a data set on the Hub is called `name` or `owner/name`.
-    """
-    path = Path(source)
-    if path.exists():
-        return False
-    if path.suffix in _READERS or source.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2:
-        return True
-    if len(path.parts) == 2:
-        return Path(path.parts[0]).is_dir()
-    return bool(path.suffix and mistyped_path(source))
-
-
-def read_images(row: dict, source: str, row_name: str) -> list[dict]:
+def read_images(row: Row, source: str, row_name: str) -> list[dict]:
     """Read the pictures of a row to their end, as `{"bytes": ..., "path": None}`.
 
     If a picture is broken, the [`DatasetError`] names its row.
     """
-    from PIL import Image as PILImage
-
     images = row.get("images")
     if images is None:
         image = row.get("image")
@@ -175,23 +183,35 @@ def read_images(row: dict, source: str, row_name: str) -> list[dict]:
     if not isinstance(images, list):
         images = [images]
     folder = Path(source).parent
-    read = []
+    files = []
     for image in images:
-        if isinstance(image, str):
-            image = {"path": image}
         try:
-            if isinstance(image, dict):
-                data = image.get("bytes") or (folder / image["path"]).read_bytes()
-                PILImage.open(io.BytesIO(data)).load()
-            else:  # a picture of Pillow
-                file = io.BytesIO()
-                image.save(file, "PNG")
-                data = file.getvalue()
+            content = _bytes_of(image, folder)
         except (OSError, SyntaxError, ValueError, TypeError, AttributeError) as error:
-            reason = str(error)[:200]
-            raise DatasetError(f"{row_name}: its image cannot be read: {reason}") from error
-        read.append({"bytes": data, "path": None})
-    return read
+            reason = str(error)
+            raise DatasetError(f"{row_name}: its image cannot be read: {reason[:200]}") from error
+        file = {"bytes": content, "path": None}
+        files.append(file)
+    return files
+
+
+def _bytes_of(image: "str | dict | Picture", folder: Path) -> bytes:
+    """The content of a picture's file: a path from `folder`, what `datasets` makes of a file, or Pillow's picture."""
+    from PIL import Image as PILImage
+
+    if not isinstance(image, (str, dict)):
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        return file.getvalue()
+    if isinstance(image, str):
+        image = {"path": image}
+    content = image.get("bytes")
+    if not content:
+        path = folder / image["path"]
+        content = path.read_bytes()
+    # Pillow reads a picture's pixels only now, and finds a file that is cut off.
+    PILImage.open(io.BytesIO(content)).load()
+    return content
 
 
 def read_problems(
@@ -202,7 +222,7 @@ def read_problems(
     answer_column: str | None = None,
     whole_rows: bool = False,
     graded: bool = True,
-) -> list[dict[str, Any]]:
+) -> list[Problem]:
     """Read questions and right answers of a dataset.
 
     Args:
@@ -211,7 +231,8 @@ def read_problems(
             files' paths.
         split, config: of a folder or the Hub; several splits are `train+test`.
         question_column, answer_column: needed if they are not in [`COLUMNS`].
-        whole_rows: also return `columns`, the unchanged row.
+        whole_rows: also return `columns`, the unchanged row, and `is_gradable`, whether accuracy can be measured on
+            the answer.
         graded: every row needs an answer that [`trl_fsdp_qlora.tools.data.answers.parse_gold`] takes. Otherwise rows
             may have any answer or none, because rewards are the user's own.
 
@@ -224,10 +245,10 @@ def read_problems(
         trl_fsdp_qlora.tools.data.answers.UnparsableGoldAnswer: an answer cannot be graded; the message names its row.
     """
     if reasoning_gym.is_generated(source):
-        problems = reasoning_gym.read_problems(source, split)
-        if whole_rows:
-            problems = [{**problem, "columns": problem} for problem in problems]
-        return problems
+        generated = reasoning_gym.read_problems(source, split)
+        if not whole_rows:
+            return generated
+        return [{**problem, "columns": problem, "is_gradable": True} for problem in generated]
     rows = _with_images_as_files(read_rows(source, split, config))
     try:
         rows = [dict(row) for row in rows]
@@ -236,19 +257,20 @@ def read_problems(
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
 
-    question_names, gold_name = _known_columns(rows, source, question_column, answer_column, graded)
+    columns = _known_columns(rows, source, question_column, answer_column, graded)
     problems = []
     for index, row in enumerate(rows):
-        problem = _read_problem(row, index, question_names, gold_name, source, graded)
+        problem, is_gradable = _read_problem(row, index, columns, source, graded)
         if whole_rows:
             problem["columns"] = row
+            problem["is_gradable"] = is_gradable
         problems.append(problem)
     return problems
 
 
-def _with_images_as_files(rows: Any) -> Any:
+def _with_images_as_files(rows: Iterable[Row]) -> Iterable[Row]:
     """`rows` with images that are not decoded, so that a broken one is found when its row is known."""
-    features = getattr(rows, "features", None) or {}
+    features = getattr(rows, "features", None) or {}  # of rows that `datasets` has read
     for name, feature in features.items():
         if isinstance(feature, Image):
             rows = rows.cast_column(name, Image(decode=False))
@@ -257,29 +279,42 @@ def _with_images_as_files(rows: Any) -> Any:
     return rows
 
 
-def _known_columns(
-    rows: Sequence[dict], source: str, question_column: str | None, answer_column: str | None, graded: bool
-) -> tuple[tuple[str, ...], str | None]:
+class _Columns(NamedTuple):
     """The columns that make up a question, and the column of the right answer, if there is one."""
-    columns = {str(name) for row in rows for name in row}
-    candidates: list[tuple[tuple[str, ...], str | None]] = list(COLUMNS)
-    without_answer: Sequence[tuple[str, ...]] = QUESTIONS
+
+    question: tuple[str, ...]
+    answer: str | None
+
+    @property
+    def names(self) -> list[str]:
+        names = [*self.question]
+        if self.answer is not None:
+            names.append(self.answer)
+        return names
+
+
+def _known_columns(
+    rows: Sequence[Row], source: str, question_column: str | None, answer_column: str | None, graded: bool
+) -> _Columns:
+    """The columns of question and answer: those that are named, or the first of [`COLUMNS`] that all are there."""
+    present = set()
+    for row in rows:
+        present.update(map(str, row))
+    candidates = [_Columns(*names) for names in COLUMNS]
+    without_answer = QUESTIONS
     if question_column:
-        candidates = [((question_column,), answer_column or "answer")]
-        without_answer = [(question_column,)]
+        candidates = [_Columns((question_column,), answer_column or "answer")]
+        without_answer = ((question_column,),)
     elif answer_column:
-        candidates = [(names, answer_column) for names, _ in COLUMNS]
+        candidates = [_Columns(question, answer_column) for question, _ in COLUMNS]
     if not graded and answer_column is None:
-        candidates += [(names, None) for names in without_answer]
+        candidates += [_Columns(question, None) for question in without_answer]
     looked_for = []
-    for question_names, gold_name in candidates:
-        needed = [*question_names]
-        if gold_name is not None:
-            needed.append(gold_name)
-        if columns.issuperset(needed):
-            return question_names, gold_name
-        looked_for.append(", ".join(needed))
-    shown = _shortened(", ".join(sorted(columns)))
+    for columns in candidates:
+        if present.issuperset(columns.names):
+            return columns
+        looked_for.append(", ".join(columns.names))
+    shown = _shortened(", ".join(sorted(present)))
     expected = " | ".join(looked_for)
     hint = "; with a reward of your own no answer is needed" if graded else ""
     raise DatasetError(
@@ -288,84 +323,100 @@ def _known_columns(
     )
 
 
-def _shortened(value: Any) -> str:
-    text = str(value)
+def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def _read_problem(
-    row: dict, index: int, question_names: Sequence[str], gold_name: str | None, source: str, graded: bool
-) -> dict[str, Any]:
-    """The problem in a row, checked; the texts of `question_names` become one question."""
+def _read_problem(row: Row, index: int, columns: _Columns, source: str, graded: bool) -> tuple[Problem, bool]:
+    """The problem in a row, checked, and whether its answer can be graded."""
     row_name = f"{source}, row {index + 1}"  # people count from 1
-    needed = [*question_names, gold_name] if graded else question_names
+    needed = columns.names if graded else columns.question
     for name in needed:
         if row.get(name) in (None, "", []):
             raise DatasetError(f"{row_name}: the field {name!r} is empty; complete the row or leave it out")
-    problem = {"row": index, "question": _question(row, question_names, row_name)}
-    problem["answer"] = None if gold_name is None else _answer(row.get(gold_name), index, row_name, graded)
+    question = _question(row, columns.question, row_name)
+    answer = None
+    is_gradable = False
+    if columns.answer is not None:
+        answer, is_gradable = _answer(row.get(columns.answer), index, row_name, graded)
+    problem: Problem = {"row": index, "question": question, "answer": answer}
     if "image" in row or "images" in row:
         problem["images"] = read_images(row, source, row_name)
-    return problem
+    return problem, is_gradable
 
 
-def is_conversation(question: Any) -> bool:
+def is_conversation(question: object) -> bool:
     """Whether `question` is a list of messages, as a conversational prompt of TRL's."""
-    return isinstance(question, list) and all(isinstance(each, dict) and "role" in each for each in question)
+    if not isinstance(question, list):
+        return False
+    return all(isinstance(message, dict) and "role" in message for message in question)
 
 
-def _check_messages(messages: Sequence[dict], row_name: str) -> None:
+def _check_messages(messages: Sequence[Message], row_name: str) -> None:
     """Refuse messages that a chat template cannot render: without content, and without calls."""
     for message in messages:
-        if message.get("content") is None and not message.get("tool_calls"):
-            names = ", ".join(name for name, value in message.items() if value is not None)
-            raise DatasetError(f"{row_name}: a message has no `content`, but {names}; each has `role` and `content`")
+        is_empty = message.get("content") is None and not message.get("tool_calls")
+        if is_empty:
+            names = [name for name, value in message.items() if value is not None]
+            fields = ", ".join(names)
+            raise DatasetError(f"{row_name}: a message has no `content`, but {fields}; each has `role` and `content`")
 
 
-def _question(row: dict, names: Sequence[str], row_name: str) -> str | list[dict]:
+def _question(row: Row, names: Sequence[str], row_name: str) -> str | list[Message]:
     """The question in the columns `names`: one text of them all, or a conversation as it is."""
-    if len(names) == 1 and is_conversation(row[names[0]]):
-        _check_messages(row[names[0]], row_name)
-        return row[names[0]]
+    first = row[names[0]]
+    if len(names) == 1 and is_conversation(first):
+        _check_messages(first, row_name)
+        return first
+    texts = []
     for name in names:
-        if not isinstance(row[name], str):
+        value = row[name]
+        if not isinstance(value, str):
+            shown = _shortened(repr(value))
             raise DatasetError(
                 f"{row_name}: the field {name!r} must be text or a list of messages with `role` and `content`, not "
-                f"{_shortened(repr(row[name]))}"
+                f"{shown}"
             )
-    *bodies, question = (row[name].strip() for name in names)
+        texts.append(value.strip())
+    *bodies, question = texts
     for body in bodies:
         full_stop = "" if body.endswith((".", "?", ",")) else "."
         question = f"{body}{full_stop} {question}"
     return question
 
 
-def _answer(value: Any, index: int, row_name: str, graded: bool) -> Any:
-    """The answer in a row as text if it can be graded, and otherwise as it is, unless `graded` rows are needed."""
-    answer = value.rsplit("####", 1)[-1].strip() if isinstance(value, str) else value
+def _answer(value: object, index: int, row_name: str, graded: bool) -> tuple[object, bool]:
+    """The answer in a row, and whether it can be graded: as text if it can, and otherwise as it is.
+
+    Raises:
+        UnparsableGoldAnswer: it cannot, and rows have to be `graded`.
+    """
+    answer = value
+    if isinstance(value, str):
+        answer = value.rsplit("####", 1)[-1].strip()
     try:
         parse_gold(answer, index)
     except UnparsableGoldAnswer as error:
         if graded:
             raise UnparsableGoldAnswer(f"{row_name}: {error}") from None
-        return value
-    return str(answer)
+        return value, False
+    return str(answer), True
 
 
-def _question_key(problem: dict) -> str:
+def _question_key(problem: Problem) -> str:
     """A key that is equal for equal questions about equal pictures."""
     text = problem["question"]
     if not isinstance(text, str):
         text = json.dumps(text, sort_keys=True, default=str)
-    key = " ".join(text.lower().split())
-    images = problem.get("images", ())
-    pictures = b"".join(image["bytes"] for image in images)
+    words = text.lower().split()
+    pictures = b"".join(image["bytes"] for image in problem.get("images", ()))
     if pictures:
-        key += f" {hashlib.sha256(pictures).hexdigest()}"
-    return key
+        digest = hashlib.sha256(pictures)
+        words.append(digest.hexdigest())
+    return " ".join(words)
 
 
-def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
+def hold_out(problems: Sequence[Problem], count: int, field: str = "held_out") -> tuple[list[Problem], list[Problem]]:
     """Split one set into (train, held out) by question, always in the same way.
 
     Equal questions are never on both sides.
@@ -373,11 +424,12 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
     Raises:
         DatasetError: `count`, which `field` asks for, leaves nothing to train on.
     """
-    keys = sorted({_question_key(problem) for problem in problems})
-    if not 0 < count < len(keys):
+    keys = sorted(set(map(_question_key, problems)))
+    most = max(len(keys) - 1, 0)
+    if not 0 < count <= most:
         raise DatasetError(
             f"{field}={count}, but the data has {len(keys)} different questions, and one has to be left to train on; "
-            f"set {field} to at most {max(len(keys) - 1, 0)}"
+            f"set {field} to at most {most}"
         )
     random.Random(0).shuffle(keys)
     chosen = set(keys[:count])
@@ -390,15 +442,19 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
     return train, held_out
 
 
-def without_overlap(train: list[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:
-    """`train` without the questions that are also in `held_out`, and the number of those questions."""
-    keys = {_question_key(problem) for problem in held_out}
-    others = [problem for problem in train if _question_key(problem) not in keys]
-    return others, len(train) - len(others)
+def without_overlap(train: Sequence[Problem], held_out: Iterable[Problem]) -> tuple[list[Problem], int]:
+    """`train` without the problems whose question is also in `held_out`, and the number of those problems."""
+    keys = set(map(_question_key, held_out))
+    rest = []
+    for problem in train:
+        if _question_key(problem) not in keys:
+            rest.append(problem)
+    dropped = len(train) - len(rest)
+    return rest, dropped
 
 
 def to_prompts(
-    problems: Sequence[dict], system_prompt: str | None = None, template: str = "{question}", chat: bool = True
+    problems: Sequence[Problem], system_prompt: str | None = None, template: str = "{question}", chat: bool = True
 ) -> Dataset:
     """Turn problems of [`read_problems`] into TRL's format: `prompt`, `row`, and `answer` if there is one.
 
@@ -440,7 +496,7 @@ def to_prompts(
 _NAME = re.compile(r"\{\{(?P<text>\w+)\}\}|(?<![\w\\])\{(?P<column>\w+)\}")
 
 
-def _filled(template: str, problem: dict[str, Any]) -> str:
+def _filled(template: str, problem: Problem) -> str:
     """`template` with the problem's columns in the places of their names, but for `{question}` itself.
 
     Raises:
@@ -449,23 +505,28 @@ def _filled(template: str, problem: dict[str, Any]) -> str:
     columns = problem.get("columns", {})
 
     def value(match: re.Match) -> str:
+        place = match[0]
         name = match["column"]
         if name is None:
-            return f"{{{match['text']}}}"
+            text = match["text"]
+            return f"{{{text}}}"
         if name == "question":
-            return match[0]
-        if name in columns and name.lower() != "answer":
+            return place
+        is_known = name in columns
+        if is_known and name.lower() != "answer":
             return str(columns[name])
-        names = _shortened(", ".join(map(str, columns)) or "none")
-        reason = f"the data has no column {name!r}; its columns are {names}"
-        if name in columns:
-            reason = "it would show the right answer"
-        raise DatasetError(f"prompt_template: {match[0]}: {reason}. For the text itself write {{{match[0]}}}")
+        reason = "it would show the right answer"
+        if not is_known:
+            names = ", ".join(map(str, columns))
+            reason = f"the data has no column {name!r}; its columns are {_shortened(names or 'none')}"
+        raise DatasetError(f"prompt_template: {place}: {reason}. For the text itself write {{{place}}}")
 
     return _NAME.sub(value, template)
 
 
-def _prompt(question: str | list[dict], system_prompt: str | None, template: str, chat: bool) -> str | list[dict]:
+def _prompt(
+    question: str | list[Message], system_prompt: str | None, template: str, chat: bool
+) -> str | list[Message]:
     """The prompt of a question, see [`to_prompts`]."""
     if isinstance(question, str):
         text = template.replace("{question}", question)
@@ -474,16 +535,20 @@ def _prompt(question: str | list[dict], system_prompt: str | None, template: str
         messages = [{"role": "user", "content": text}]
     else:
         *before, last = question
-        messages = [*before, {**last, "content": _in_template(last.get("content"), template)}]
-    if system_prompt and messages[0]["role"] != "system":
-        # Arrow takes either texts or lists of parts as the contents of a conversation.
-        in_parts = isinstance(messages[0].get("content"), list)
-        content = [{"type": "text", "text": system_prompt}] if in_parts else system_prompt
-        messages = [{"role": "system", "content": content}, *messages]
-    return messages
+        content = _in_template(last.get("content"), template)
+        messages = [*before, {**last, "content": content}]
+    first = messages[0]
+    if not system_prompt or first["role"] == "system":
+        return messages
+    system_content = system_prompt
+    # Arrow takes either texts or lists of parts as the contents of a conversation.
+    if isinstance(first.get("content"), list):
+        system_content = [{"type": "text", "text": system_prompt}]
+    system = {"role": "system", "content": system_content}
+    return [system, *messages]
 
 
-def _in_template(content: Any, template: str) -> Any:
+def _in_template(content: object, template: str) -> object:
     """The content of a message with its text, or the last of its texts, in `template`."""
     if isinstance(content, str):
         return template.replace("{question}", content)
@@ -491,20 +556,23 @@ def _in_template(content: Any, template: str) -> Any:
         return content
     *before, last = content
     if last.get("type") == "text":
-        last = {**last, "text": template.replace("{question}", last["text"])}
+        text = template.replace("{question}", last["text"])
+        last = {**last, "text": text}
     return [*before, last]
 
 
-def _with_columns(dataset: Dataset, rows: Sequence[dict]) -> Dataset:
+def _with_columns(dataset: Dataset, rows: Sequence[Row]) -> Dataset:
     """`dataset` with the columns of `rows` that it does not have: reward functions get them, as in TRL."""
-    names = dict.fromkeys(name for row in rows for name in row)
+    names: dict[str, None] = {}  # in the order of the source
+    for row in rows:
+        names |= dict.fromkeys(row)
     for name in names:
-        if name in _NOT_HANDED_ON or name in dataset.column_names:
+        if name in _NOT_PASSED_ON or name in dataset.column_names:
             continue
         values = [row.get(name) for row in rows]
         try:
             dataset = dataset.add_column(name, values)
         except (ValueError, TypeError, OverflowError) as error:  # values of several types, or of none that Arrow knows
-            reason = str(error).split("\n")[0][:200]
-            logger.warning("reward functions do not get the column %r: %s", name, reason)
+            first_line = str(error).split("\n")[0]
+            logger.warning("reward functions do not get the column %r: %s", name, first_line[:200])
     return dataset

@@ -14,10 +14,13 @@ import functools
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...errors import did_you_mean
 from .answers import Completion, DatasetError, completion_text, extract_answer
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
 
 PREFIX = "reasoning_gym:"
 REWARD = "reasoning_gym"
@@ -34,39 +37,46 @@ def is_generated(source: str | None) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _generator(source: str, split: str) -> Any:
+def _generator(source: str, split: str) -> "ProceduralDataset":
     """The generator of the problems of `split`."""
     if split not in _FIRST_SEED:
-        raise DatasetError(f"{source!r} has no split {split!r}; it has {', '.join(_FIRST_SEED)}")
+        splits = ", ".join(_FIRST_SEED)
+        raise DatasetError(f"{source!r} has no split {split!r}; it has {splits}")
     name, settings = _read(source)
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DatasetError(f"{source!r} needs reasoning-gym, which is not installed: {INSTALL}")
     from reasoning_gym.factory import DATASETS, create_dataset
 
     try:
-        return create_dataset(name, **{**settings, "seed": settings.get("seed", 0) + _FIRST_SEED[split]})
+        seed = settings.pop("seed", 0) + _FIRST_SEED[split]
+        return create_dataset(name, seed=seed, **settings)
     except Exception as error:  # no such generator, or the generator's own checks, mostly assertions
         hint = "" if name in DATASETS else did_you_mean(name, DATASETS)
         raise DatasetError(f"{source!r}: {error}{hint}") from error
 
 
-def _read(source: str) -> tuple[str, dict[str, Any]]:
+def _read(source: str) -> tuple[str, dict[str, object]]:
     """Name and settings of the generator that `source` names."""
+    text = source.removeprefix(PREFIX).strip()
     try:
-        node = ast.parse(source.removeprefix(PREFIX).strip(), mode="eval").body
+        node = ast.parse(text, mode="eval").body
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         if not isinstance(call.func, ast.Name) or call.args:
             raise ValueError
-        return call.func.id, {setting.arg: ast.literal_eval(setting.value) for setting in call.keywords}
+        settings = {}
+        for setting in call.keywords:
+            settings[setting.arg] = ast.literal_eval(setting.value)
     except (SyntaxError, ValueError, TypeError):
         raise DatasetError(
             f"dataset {source!r} is not spelled as a generator; write {PREFIX}chain_sum or "
             f"{PREFIX}chain_sum(max_terms=3)"
         ) from None
+    return call.func.id, settings
 
 
 def _key(question: str) -> str:
-    return " ".join(question.lower().split())
+    words = question.lower().split()
+    return " ".join(words)
 
 
 @functools.lru_cache(maxsize=8)
@@ -79,27 +89,39 @@ def read_problems(source: str, split: str) -> list[dict]:
     """
     generator = _generator(source, split)
     count = TEST_PROBLEMS
-    questions = set()
+    keys = set()
     if split == "train":
-        count = _read(source)[1].get("size", _TRAIN_PROBLEMS)
-        questions = {_key(problem["question"]) for problem in read_problems(source, "test")}
+        _, settings = _read(source)
+        count = settings.get("size", _TRAIN_PROBLEMS)
+        keys = {_key(problem["question"]) for problem in read_problems(source, "test")}
     problems: list[dict] = []
     for index in range(3 * count):
         if len(problems) == count:
             break
         entry = generator[index]
-        if _key(entry["question"]) not in questions:
-            questions.add(_key(entry["question"]))
-            row = {"row": index, "question": entry["question"], "answer": str(entry["answer"])}
-            problems.append({**row, "entry": json.dumps([source, split, index])})
+        question = entry["question"]
+        key = _key(question)
+        if key in keys:
+            continue
+        keys.add(key)
+        problem = {
+            "row": index,
+            "question": question,
+            "answer": str(entry["answer"]),
+            "entry": json.dumps([source, split, index]),
+        }
+        problems.append(problem)
     return problems
 
 
 def verify(entry: str, answer: str | None) -> float:
     """The score of reasoning-gym's verifier for an answer to the problem `entry`, between 0 and 1."""
+    if not answer:
+        return 0.0
     source, split, index = json.loads(entry)
     generator = _generator(source, split)
-    return float(generator.score_answer(answer, generator[index])) if answer else 0.0
+    problem = generator[index]
+    return float(generator.score_answer(answer, problem))
 
 
 def accepts(entry: str) -> Callable[[str | None], bool]:
@@ -111,7 +133,11 @@ def verifier_reward(answer_format: str = "auto") -> Callable[..., list[float]]:
     """The reward of generated problems: their generator's own verifier on the final answer in `answer_format`."""
 
     def reasoning_gym(completions: Sequence[Completion], entry: Sequence[str], **_columns) -> list[float]:
-        answers = (extract_answer(completion_text(completion), answer_format) for completion in completions)
-        return [verify(problem, answer) for problem, answer in zip(entry, answers, strict=True)]
+        scores = []
+        for completion, problem in zip(completions, entry, strict=True):
+            text = completion_text(completion)
+            answer = extract_answer(text, answer_format)
+            scores.append(verify(problem, answer))
+        return scores
 
     return reasoning_gym

@@ -15,29 +15,42 @@ def worked(row: dict) -> str | None:
     `( ( 4.0 + 8.0 ) / 3.0 )` becomes `4 + 8 = 12`, `12 / 3 = 4`, `#### 4`; GSM8K's calculator notes are left out.
     """
     if "####" in str(row.get("answer")):
-        return re.sub(r"<<.*?>>", "", row["answer"]).strip()
+        without_notes = re.sub(r"<<.*?>>", "", row["answer"])
+        return without_notes.strip()
     equation = str(row.get("Equation"))
     lines = []
-    while match := _INNERMOST.search(equation):
-        a = Fraction(match[1])
+    match = _INNERMOST.search(equation)
+    while match is not None:
+        left = Fraction(match[1])
         sign = match[2]
-        b = Fraction(match[3])
-        if sign == "/" and b == 0:
+        right = Fraction(match[3])
+        if sign == "/" and right == 0:
             return None
-        value = _OPERATIONS[sign](a, b)
-        left, right = (f"({_as_text(x)})" if x < 0 else _as_text(x) for x in (a, b))
-        lines.append(f"{left} {sign} {right} = {_as_text(value)}")
+        operation = _OPERATIONS[sign]
+        value = operation(left, right)
+        line = f"{_as_operand(left)} {sign} {_as_operand(right)} = {_as_text(value)}"
+        lines.append(line)
         equation = equation.replace(match[0], str(value), 1)
+        match = _INNERMOST.search(equation)
     try:
-        value = Fraction(equation.strip())  # a number, because every operation is done
-        is_right = value == Fraction(str(row["Answer"]))
+        result = Fraction(equation.strip())  # a number, because every operation is done
+        answer = Fraction(str(row["Answer"]))
     except ValueError:
         return None
-    return "\n".join([*lines, f"#### {_as_text(value)}"]) if is_right else None
+    if result != answer:
+        return None
+    lines.append(f"#### {_as_text(result)}")
+    return "\n".join(lines)
+
+
+def _as_operand(x: Fraction) -> str:
+    text = _as_text(x)
+    return f"({text})" if x < 0 else text
 
 
 def _as_text(x: Fraction) -> str:
     """A whole number or a finite decimal as such, any other as a fraction."""
     if x.denominator == 1:
         return str(int(x))
-    return str(float(x) if float(x) == x else x)
+    decimal = float(x)
+    return str(decimal) if decimal == x else str(x)

@@ -15,11 +15,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
+from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl import GRPOTrainer
 
@@ -52,7 +53,7 @@ class Answer(NamedTuple):
 class Draw(NamedTuple):
     """How completions are drawn; greedy decoding has no `seed`. `synced_gpus`: a forward is collective."""
 
-    model: Any
+    model: nn.Module
     config: GenerationConfig
     seed: int | None = None
     synced_gpus: bool = False
@@ -107,7 +108,7 @@ class MeasuringTrainer(GRPOTrainer):
         self._tool_timeout = None
         self._history = "append"
         self._turns: KeptTurns | None = None
-        self._outcome: Any = None
+        self._outcome: Sequence = ()
         if agent is not None:
             self._use(agent)
 
@@ -156,7 +157,8 @@ class MeasuringTrainer(GRPOTrainer):
             for completion, row, mask, environment in zip(completions, ids, masks, environments, strict=True)
         ]
 
-    def _outcome_of(self, rows: Sequence[dict]) -> Any:
+    def _outcome_of(self, rows: Sequence[dict]) -> Sequence:
+        """The prompts' tokens, or what TRL's `_generate` returns of `rows`."""
         try:
             self._generate_and_score_completions(list(rows))
         except _Done:
@@ -194,7 +196,7 @@ class MeasuringTrainer(GRPOTrainer):
             self._next_turn(prompt_ids[:1], {})
         return result
 
-    def _next_turn(self, prompt_ids: list[list[int]], vision: dict[str, Any]) -> list[list[int]]:
+    def _next_turn(self, prompt_ids: list[list[int]], vision: dict[str, object]) -> list[list[int]]:
         settings = self.draw_settings
         seed = settings.seed
         turns = self._turns

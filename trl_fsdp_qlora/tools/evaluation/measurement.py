@@ -4,7 +4,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import name_of
@@ -23,7 +22,7 @@ class Agent:
     tool_timeout: float | None = None  # seconds after which a call is an error that the model reads
     history: str = "append"  # what the model sees of its earlier turns, see `engines/decode/history.py`
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Arguments for TRL's trainer."""
         return {"tools": self.tools or None, "environment_factory": self.environment}
 
@@ -57,11 +56,13 @@ class Judge:
     function: Callable[..., Sequence[float | None]]
 
     def verdicts(self, rows: Sequence[dict], completions: Sequence) -> list[bool]:
-        name = name_of(self.function)
-        with nonfatal(f"accuracy_function {name}"):
-            names = [name for name in rows[0] if name not in ("prompt", "images")]
-            columns = {name: [row[name] for row in rows] for name in names}
+        """Whether each of `completions` is right, in the order of their `rows`."""
+        with nonfatal(f"accuracy_function {name_of(self.function)}"):
             prompts = [row["prompt"] for row in rows]
+            columns = {}
+            for name in rows[0]:
+                if name not in ("prompt", "images"):
+                    columns[name] = [row[name] for row in rows]
             values = self.function(prompts=prompts, completions=completions, **columns)
             if inspect.iscoroutine(values):
                 values = asyncio.run(values)
@@ -97,7 +98,7 @@ class Measurement:
     top_p: float = 1.0
     seed: int = 0
     answer_format: str = "auto"
-    template_options: dict[str, Any] = field(default_factory=dict)
+    template_options: dict[str, object] = field(default_factory=dict)
     agent: Agent | None = None
     max_tool_turns: int | None = None
     judge: Judge | None = None

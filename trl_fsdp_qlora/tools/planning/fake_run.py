@@ -24,9 +24,9 @@ from ...compat.fake_forms import HeadOnGpu, drop_as_on_a_gpu, offloaded
 from ...compat.fake_tensors import DeviceMode
 from ...long_rows.tiles import install, tile_size
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
-from ...prefix_sharing.check import compared_tokens
+from ...prefix_sharing.compared_rows import compared_tokens
 from ...prefix_sharing.facts import keeps_keys, layer_types, longest_window
-from ...prefix_sharing.passes import Plan as PassPlan
+from ...prefix_sharing.passes import PassPlan
 from ...prefix_sharing.sharing import PromptSharing, SharingOptions, install_sharing
 from ...trainers.step.step_scores import StepScores
 from .model import build, causal_model
@@ -116,7 +116,7 @@ class FakeRun:
         step = self.step_bytes(settings.rows, batches)
         if settings.launch.is_deepspeed:  # its models are compared without gradients
             return step
-        # One row is compared with stock's kernels and masks, and long rows are cut (`check.shortened`).
+        # One row is compared with stock's kernels and masks, and long rows are cut (`compared_rows.shortened`).
         width = compared_tokens(prompt + completion, longest_window(self.config.get_text_config()))
         compared_prompt = min(prompt, max(width // 2, width - completion))
         compared = self._padded(1, compared_prompt, min(completion, width - compared_prompt))
@@ -288,7 +288,8 @@ class FakeRun:
         """
         settings = self.settings
         row_B = np.arange(rows * batches)
-        step = _batch_of(row_B // settings.group_size, settings)
+        prompt_B = row_B // settings.group_size
+        step = _batch_of(prompt_B, settings)
         split = [step.rows(rows_of_batch) for rows_of_batch in np.split(row_B, batches)]
         limit = settings.values.get("tokens_per_pass")
         plan = None
@@ -338,8 +339,9 @@ class FakeRun:
                 mask = torch.ones(padded.rows, 1, padded.length, padded.length, dtype=torch.bool)
                 values = _hidden_states(few.causal, padded, mask)
                 if padded.scored:
+                    head = few.causal.get_output_embeddings()
                     values = values.flatten(0, 1)[torch.zeros(padded.scored, dtype=torch.long)]
-                    values = self._score(values, few.causal.get_output_embeddings().weight)
+                    values = self._score(values, head.weight)
             peaks.end_part()
             if grad:
                 values.sum().backward()

@@ -42,10 +42,13 @@ _NUMBER_BYTES = {"8bit": 1, "32bit": 4}
 
 def dtype_of(settings: Settings, config: PretrainedConfig) -> torch.dtype:
     """The dtype in which the base is loaded."""
-    name = settings.model.dtype or "float32"
-    loaded = config.dtype or torch.float32 if name == "auto" else getattr(torch, name)
     # DeepSpeed casts every weight to the dtype of the mixed precision.
-    return getattr(torch, settings.mixed) if settings.launch.is_deepspeed and settings.mixed else loaded
+    if settings.launch.is_deepspeed and settings.mixed:
+        return getattr(torch, settings.mixed)
+    name = settings.model.dtype or "float32"
+    if name == "auto":
+        return config.dtype or torch.float32
+    return getattr(torch, name)
 
 
 def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
@@ -56,7 +59,8 @@ def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
 def _pack(shape: torch.Size, stored: Stored) -> tuple[nn.Parameter, int]:
     """A weight as `stored` packs it, and the bytes of its quantization state. Four bits and fewer are `uint8`."""
     size, state = stored.bytes_of(tuple(shape))
-    packed = torch.empty(size, 1, dtype=torch.uint8 if stored.bits <= 4 else torch.int8, device="meta")
+    dtype = torch.uint8 if stored.bits <= 4 else torch.int8
+    packed = torch.empty(size, 1, dtype=dtype, device="meta")
     parameter = nn.Parameter(packed, requires_grad=False)
     parameter.weights = math.prod(shape)
     return parameter, state
@@ -77,17 +81,24 @@ def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
             module.weight, module.state_bytes = _pack(module.weight.shape, stored)
             module.compute_dtype = dtype
         elif is_experts(module):
-            module.state_bytes = 0
-            module.layouts = {}
-            module.lora = {}
-            for name, dense in list(module.named_parameters(recurse=False)):
-                if dense.ndim == 3:
-                    packed, state = _pack(dense.shape, stored)
-                    setattr(module, name, packed)
-                    of_expert = dense.shape[:0:-1] if module.is_transposed else dense.shape[1:]  # (out, in)
-                    module.layouts[name] = SimpleNamespace(shape=of_expert)
-                    module.state_bytes += state
+            _quantize_experts(module, stored)
     let_lora_adapt_packed_experts(model)
+
+
+def _quantize_experts(experts: nn.Module, stored: Stored) -> None:
+    experts.state_bytes = 0
+    experts.layouts = {}
+    experts.lora = {}
+    for name, dense in list(experts.named_parameters(recurse=False)):
+        if dense.ndim != 3:
+            continue
+        packed, state = _pack(dense.shape, stored)
+        setattr(experts, name, packed)
+        _, *of_expert = dense.shape
+        if experts.is_transposed:
+            of_expert.reverse()
+        experts.layouts[name] = SimpleNamespace(shape=torch.Size(of_expert))  # (out, in)
+        experts.state_bytes += state
 
 
 def keep_layers(text: PretrainedConfig, layers: Sequence[int]) -> None:
@@ -96,9 +107,11 @@ def keep_layers(text: PretrainedConfig, layers: Sequence[int]) -> None:
     lists = {name: value for name, value in vars(text).items() if isinstance(value, list)}
     for name, value in lists.items():
         if len(value) == count:  # has an entry for each layer
-            setattr(text, name, [value[i] for i in layers])
+            of_layers = [value[i] for i in layers]
+            setattr(text, name, of_layers)
         elif name.endswith("layer_ids"):  # lists some of the layers (Zamba2)
-            setattr(text, name, [new for new, old in enumerate(layers) if old in value])
+            listed = [new for new, old in enumerate(layers) if old in value]
+            setattr(text, name, listed)
     text.num_hidden_layers = len(layers)
 
 

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 from transformers import PretrainedConfig
@@ -157,7 +157,7 @@ def make_plan(
     return MemoryPlan(settings, config, hardware, phases, capacity, _parameters(run), engine)
 
 
-def changed(plan: MemoryPlan, **values: Any) -> MemoryPlan:
+def changed(plan: MemoryPlan, **values: bool | int | str | dict) -> MemoryPlan:
     """Plan the same run with other values of its trainer's fields."""
     settings = replace(plan.settings, values=plan.settings.values | values)
     return make_plan(settings, plan.hardware, plan.config)
@@ -206,9 +206,12 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     if not settings.is_paired:
         table["generate"] = _Phase(_generation(run), awake, gathered.in_a_rollout)
     if settings.scores_again:
-        table["score"] = _Phase({ACTIVATIONS: run.scoring_bytes()}, asleep, gathered.in_a_rollout)
-    table["forward_backward"] = _Phase({ACTIVATIONS: run.loss_bytes()}, gradients | asleep, gathered.in_a_pass)
-    table["optimizer"] = _Phase({}, {**gradients, UPDATE: _update(run, gradients), **asleep}, 0)
+        scoring = {ACTIVATIONS: run.scoring_bytes()}
+        table["score"] = _Phase(scoring, asleep, gathered.in_a_rollout)
+    loss = {ACTIVATIONS: run.loss_bytes()}
+    table["forward_backward"] = _Phase(loss, gradients | asleep, gathered.in_a_pass)
+    update = {UPDATE: _update(run, gradients)}
+    table["optimizer"] = _Phase({}, gradients | update | asleep, 0)
 
     phases = {}
     for name, phase in table.items():
@@ -224,9 +227,13 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
 
 def _static(run: FakeRun) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by component that are on the device during the whole run, and those of gradients."""
-    offload = run.settings.launch.offload
     static = model.static_bytes(run.whole, run.settings)
-    on_host = {"": (), "optimizer": (model.OPTIMIZER,), "all": static.keys() - {model.BUCKETS}}[offload]
+    parts_on_host = {
+        "": set(),
+        "optimizer": {model.OPTIMIZER},
+        "all": static.keys() - {model.BUCKETS},
+    }
+    on_host = parts_on_host[run.settings.launch.offload]
     held = {}
     gradients = {}
     for part, size in static.items():
@@ -272,5 +279,7 @@ def _generation(run: FakeRun) -> dict[str, int]:
     if settings.compact_generation:  # each distinct prompt is computed once
         rows = max(1, rows // settings.num_generations)
     # During the prefill the cache holds the prompts only. A token step has activations of one token per row only.
-    prefill = run.padded_bytes(Padded(rows, settings.prompt_tokens, 0), grad=False) + rows * prompt
-    return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
+    prompts = Padded(rows, settings.prompt_tokens, scored=0)
+    prefill = run.padded_bytes(prompts, grad=False) + rows * prompt
+    above_a_token_step = max(0, prefill - cache - step)
+    return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: above_a_token_step}

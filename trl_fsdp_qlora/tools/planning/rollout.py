@@ -12,7 +12,7 @@ from ...compat.transformers import cache_name
 from ...engines.vllm.adapter_sync import RolloutError
 from ...engines.vllm.sync_choice import Place, choose_sync, why_own_base
 from ...prefix_sharing.facts import keeps_keys, layer_types, setting
-from ...prefix_sharing.recurrent.kinds import recurrent_layers
+from ...prefix_sharing.recurrent.known_layers import recurrent_layers
 from ...prefix_sharing.recurrent.level_by_level import StateCache
 from ..recipe.checks import lora_config
 from . import model

@@ -3,7 +3,6 @@
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -18,7 +17,7 @@ from ...errors import UserError
 TOKENIZER = "tokenizer_config.json"
 
 
-def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> PreTrainedModel | PeftModel:
+def load_model(base: str, adapter: str | Path | None = None, **options: object) -> PreTrainedModel | PeftModel:
     """Load `base` by its config's class, `.from_pretrained(base, **options)`, with `adapter` (folder or Hub id) on it.
 
     The base gets as many tokens as the adapter was trained with: the rows of the embedding that the adapter holds, or
@@ -42,7 +41,7 @@ def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> 
     except UserError:
         raise
     except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason, *_ = str(error).strip().splitlines()
         raise UserError(f"{name} cannot be loaded: {reason}") from error
     except RuntimeError as error:
         if "size mismatch" not in str(error):
@@ -67,7 +66,8 @@ def check_loads(adapter: str | Path, base: str) -> None:
 
 def _refuse_weights_that_are_not_finite(adapter: str | Path | None, weights: dict[str, torch.Tensor]) -> None:
     for key, weight in weights.items():
-        if not weight.isfinite().all():
+        is_finite = weight.isfinite().all()
+        if not is_finite:
             raise UserError(f"{adapter} has weights that are not finite (NaN or infinite), in {key}")
 
 
@@ -94,20 +94,24 @@ def rows_of_adapter(model: PreTrainedModel, weights: dict[str, torch.Tensor]) ->
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if module is embedding or module is head]
-    for name in names:
+    for name, module in model.named_modules():
+        if module is not embedding and module is not head:
+            continue
         for end, dimension in _WITH_A_TOKEN_EACH.items():
-            of_tokens = [weight for key, weight in weights.items() if key.endswith(f"{name}.{end}")]
-            if of_tokens:
-                return of_tokens[0].shape[dimension]
+            suffix = f"{name}.{end}"
+            for key, weight in weights.items():
+                if key.endswith(suffix):
+                    return weight.shape[dimension]
     return None
 
 
 def fit_vocabulary(model: PreTrainedModel, adapter: str | Path, weights: dict[str, torch.Tensor]) -> None:
     """Give `model` as many tokens as it had when `adapter`, whose weights are `weights`, was trained on it."""
-    there = model.get_input_embeddings().weight.shape[0]
+    embedding = model.get_input_embeddings()
+    rows_of_base = embedding.weight.shape[0]
     rows = rows_of_adapter(model, weights)
     if rows is None and has_own(adapter, TOKENIZER):  # as PEFT's `AutoPeftModel`
-        rows = max(there, len(AutoTokenizer.from_pretrained(adapter)))
-    if rows is not None and rows != there:
+        tokenizer = AutoTokenizer.from_pretrained(adapter)
+        rows = max(rows_of_base, len(tokenizer))
+    if rows is not None and rows != rows_of_base:
         model.resize_token_embeddings(rows)

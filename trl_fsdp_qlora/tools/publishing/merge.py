@@ -86,9 +86,9 @@ def merge_adapter(
         raise UserError(f"{base} is quantized, which would round the adapter away; name the base it was made from")
     model = load_model(base, adapter, revision=revision, dtype=dtype)
     if not hasattr(model.base_model, "merge_and_unload"):
-        kind = model.peft_config["default"].peft_type.value
+        peft_type = model.peft_config["default"].peft_type.value
         raise UserError(
-            f"{adapter} is an adapter of PEFT's kind {kind}, which adds nothing to weights: serve it as it is"
+            f"{adapter} is an adapter of PEFT's kind {peft_type}, which adds nothing to weights: serve it as it is"
         )
     is_tied = getattr(model.config, "tie_word_embeddings", False)
     try:

@@ -36,11 +36,15 @@ def _rename_on_card(card: ModelCard, old_base: str, base: str, repo: str) -> Non
     tags = card.data.tags or []
     card.data.tags = [tag.replace(f":{old_base}", f":{base}") for tag in tags]
     text = card.text.replace(code(old_base), code(base))
-    in_yaml = yaml.safe_dump(old_base, allow_unicode=True).splitlines()[0]
-    for written in (old_base, shlex.quote(old_base), in_yaml):
-        setting = rf"(?m)(model_name_or_path:? ){re.escape(written)}(?=\s)"
+    as_yaml = yaml.safe_dump(old_base, allow_unicode=True)
+    in_yaml, *_ = as_yaml.splitlines()
+    in_shell = shlex.quote(old_base)
+    for spelling in (old_base, in_shell, in_yaml):
+        literal = re.escape(spelling)
+        setting = rf"(?m)(model_name_or_path:? ){literal}(?=\s)"
         text = re.sub(setting, rf"\g<1>{base}", text)
-    for variable, name in (("base", base), ("adapter", repo)):
+    names = {"base": base, "adapter": repo}
+    for variable, name in names.items():
         to_fill_in = rf"(?m)^{variable} = .*  # fill in: .*$"
         text = re.sub(to_fill_in, f"{variable} = {name!r}", text)
     card.text = text
@@ -55,40 +59,42 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
         UserError: there is no adapter or no card, the adapter does not load, the card is of another base, values are
             not finite, or the base is one that no reader has.
     """
+    config_file = folder / CONFIG
+    card_file = folder / CARD
     try:
         validate_repo_id(repo)
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(config_file.read_text(encoding="utf-8"))
         trained_on = str(config["base_model_name_or_path"])
-        card = ModelCard.load(folder / CARD)
+        card = ModelCard.load(card_file)
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{folder} cannot be published as {repo}: {_one_line(error)}") from error
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} has no {WEIGHTS}")
     base = base or trained_on
-    base_on_card = card.data.base_model
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", base) is not None
     if Path(base).exists() or not is_name:
         folder_name = Path(base).name
         raise UserError(
-            f"{folder / CONFIG} names the folder {folder_name!r} as the base, which no reader has; name the "
+            f"{config_file} names the folder {folder_name!r} as the base, which no reader has; name the "
             "model on the Hub: --base owner/name"
         )
+    base_on_card = card.data.base_model
     if base_on_card not in {base, trained_on, Path(trained_on).name}:
-        raise UserError(f"{folder / CARD} has base_model: {base_on_card}, but the adapter was trained on {trained_on}")
+        raise UserError(f"{card_file} has base_model: {base_on_card}, but the adapter was trained on {trained_on}")
     is_here = Path(trained_on).exists()
     check_loads(folder, trained_on if is_here else base)
     config["base_model_name_or_path"] = base
     _rename_on_card(card, base_on_card, base, repo)
-    has_tokenizer = (folder / TOKENIZER).is_file()
-    if not has_tokenizer:  # the quick start finds none next to the adapter
-        card.text = re.sub(r"(?m)^(processor = \w+\.from_pretrained)\(adapter\)$", r"\1(base)", card.text)
+    if not (folder / TOKENIZER).is_file():  # the quick start finds none next to the adapter
+        of_adapter = r"(?m)^(processor = \w+\.from_pretrained)\(adapter\)$"
+        card.text = re.sub(of_adapter, r"\1(base)", card.text)
     for name in FILES:
-        file = folder / name
-        if file.is_file():
-            shutil.copyfile(file, scratch / name)
-    written = json.dumps(config, indent=2, sort_keys=True)
+        source = folder / name
+        if source.is_file():
+            shutil.copyfile(source, scratch / name)
+    new_config = json.dumps(config, indent=2, sort_keys=True)
     (scratch / CARD).write_text(str(card), encoding="utf-8")
-    (scratch / CONFIG).write_text(written, encoding="utf-8")
+    (scratch / CONFIG).write_text(new_config, encoding="utf-8")
     return base
 
 
@@ -102,35 +108,44 @@ def send(scratch: Path, repo: str, private: bool | None = None) -> str:
     """
     api = HfApi()
     files = [path.name for path in scratch.iterdir()]
+    message = "Adapter and card"
     with tempfile.TemporaryDirectory() as back:
         try:
             api.create_repo(repo, private=private, exist_ok=True)
-            message = "Adapter and card"
             commit = api.upload_folder(repo_id=repo, folder_path=scratch, commit_message=message)
             api.snapshot_download(repo, revision=commit.oid, local_dir=back)
         except Exception as error:  # the Hub, the connection and a disk raise errors without a common class
             raise UserError(f"{repo}: {_one_line(error)}; type the same command again") from error
         _, differ, missing = filecmp.cmpfiles(scratch, back, files, shallow=False)
-    if differ or missing:
-        raise UserError(f"{repo} does not give back what was sent ({', '.join([*differ, *missing])})")
-    return f"published: {commit.repo_url} at {commit.oid[:8]}; downloaded and compared"
+    not_equal = ", ".join([*differ, *missing])
+    if not_equal:
+        raise UserError(f"{repo} does not give back what was sent ({not_equal})")
+    revision = commit.oid[:8]
+    return f"published: {commit.repo_url} at {revision}; downloaded and compared"
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+    class_name = type(error).__name__
+    words = str(error).split()
+    text = " ".join(words)
+    return f"{class_name}: {text.rstrip('.')}"
 
 
 def described(card: ModelCard) -> list[str]:
     """Lines with what the card has for a reader: the base, licences, data and results."""
-    results = card.data.eval_results or ()
-    measured = [f"{result.metric_name}: {result.metric_value}" for result in results]
-    data = re.search(r"(?m)^- data: (.*)$", card.text)
-    licence = card.data.license or "not stated; license: in the recipe or on the card names one"
+    metadata = card.data
+    licence = metadata.license or "not stated; license: in the recipe or on the card names one"
+    line = re.search(r"(?m)^- data: (.*)$", card.text)
+    data = "not stated" if line is None else line[1]
+    measured = []
+    for result in metadata.eval_results or ():
+        measured.append(f"{result.metric_name}: {result.metric_value}")
+    results = ", ".join(measured) or "none were measured"
     return [
-        f"base: {card.data.base_model}",
+        f"base: {metadata.base_model}",
         f"licence: {licence}",
-        f"data: {data[1] if data else 'not stated'}",
-        f"results: {', '.join(measured) or 'none were measured'}",
+        f"data: {data}",
+        f"results: {results}",
     ]
 
 
@@ -150,13 +165,14 @@ def run_publish(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         base = stage(options.adapter, scratch, options.repo, options.base)
-        files = {path.name for path in scratch.iterdir()}
-        there = {path.name for path in options.adapter.iterdir()}
-        sent = ", ".join(sorted(files))
-        left_out = ", ".join(sorted(there - files)) or "nothing"
-        print(f"to be published as {options.repo}, an adapter of {base}: {sent}")
-        print(f"left out: {left_out}")
-        for line in described(ModelCard.load(scratch / CARD)):
+        sent = {path.name for path in scratch.iterdir()}
+        left_out = {path.name for path in options.adapter.iterdir()} - sent
+        names = ", ".join(sorted(sent))
+        print(f"to be published as {options.repo}, an adapter of {base}: {names}")
+        other_names = ", ".join(sorted(left_out)) or "nothing"
+        print(f"left out: {other_names}")
+        card = ModelCard.load(scratch / CARD)
+        for line in described(card):
             print(line, flush=True)
         if options.check:
             print("checked: it loads, and nothing was sent")

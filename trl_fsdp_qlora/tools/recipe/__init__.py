@@ -1,1 +1,1 @@
-"""Parts of a recipe's script: arguments, checks, the trainer's run, a record."""
+"""Parts of a recipe's script: arguments, checks, data, rendered prompts, the trainer's run, a record."""

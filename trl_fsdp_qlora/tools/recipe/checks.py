@@ -3,9 +3,10 @@
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from peft import PeftConfig, get_peft_model
@@ -17,6 +18,8 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     PretrainedConfig,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
 )
 from transformers.integrations import INTEGRATION_TO_CALLBACK, is_deepspeed_zero3_enabled
 from transformers.integrations.integration_utils import get_available_reporting_integrations
@@ -31,15 +34,11 @@ from ...prefix_sharing.sharing import CHOICES
 from ...trainers.saving.checkpoints import resolve_resume
 from ...trainers.starting.input_checks import check_processes, language_model_only, mistakes
 from ...utils.plain import counted
-from ..data.datasets import is_missing_path
-from ..data.import_path import load_function
+from ..data.import_path import is_missing_path, load_function
 from ..data.rewards import get_reward
-from ..evaluation.measurement import Agent, Judge
+from ..evaluation.measurement import Agent, Judge, Measurement
 from ..publishing.loading import TOKENIZER, has_own
 from .arguments import ConfigError, ScriptArguments
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 OWN_REWARD = "environment"  # the name in `rewards` of the environment's own `get_reward`
 
@@ -57,41 +56,49 @@ class UserCode(NamedTuple):
     rewards: list[Callable]
     judge: Judge | None
     agent: Agent | None
-    tool_format: Callable[[Any], Any]
+    tool_format: Callable[[PreTrainedTokenizerBase], PreTrainedTokenizerBase]
 
 
-def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
+def user_code(script: ScriptArguments, settings: Mapping[str, object] | None = None) -> UserCode:
     """Import what `script` names; `settings` may have `tool_timeout` and `history`.
 
     Raises:
         UserError: an import path leads nowhere, a reward is unknown, the environment has no `reset`, or it has no
             `get_reward` although `rewards` names it.
     """
-    owns_reward = OWN_REWARD in script.rewards
     rewards = [get_reward(name, script.answer_format) for name in script.rewards if name != OWN_REWARD]
-    paths = filter(None, (script.accuracy_function, script.tool_format, script.environment, *script.tools))
-    functions = {path: load_function(path) for path in paths}
-    judge = Judge(functions[script.accuracy_function]) if script.accuracy_function else None
-    tool_format = functions[script.tool_format] if script.tool_format else lambda tokenizer: tokenizer
+    paths = (script.accuracy_function, script.tool_format, script.environment, *script.tools)
+    functions = {path: load_function(path) for path in filter(None, paths)}
+    judge = None
+    if script.accuracy_function:
+        judge = Judge(functions[script.accuracy_function])
+    tool_format = functions.get(script.tool_format, _as_it_is)
+    environment = functions.get(script.environment)
+    owns_reward = OWN_REWARD in script.rewards
     if not script.tools and script.environment is None:
         if owns_reward:
             raise ConfigError(f"rewards: {OWN_REWARD} is an environment's get_reward, and no environment is set")
         return UserCode(rewards, judge, None, tool_format)
-    environment = functions[script.environment] if script.environment else None
-    for method in ("reset", "get_reward") if owns_reward else ("reset",):
+    methods = ("reset", "get_reward") if owns_reward else ("reset",)
+    for method in methods:
         if environment is not None and not hasattr(environment, method):
             raise ConfigError(f"environment={script.environment!r} has no method {method}")
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
     tools = [functions[path] for path in script.tools]
     settings = settings or {}
-    agent = Agent(
-        tools, environment, owns_reward, settings.get("tool_timeout"), history=settings.get("history") or "append"
-    )
+    timeout = settings.get("tool_timeout")
+    history = settings.get("history") or "append"
+    agent = Agent(tools, environment, owns_reward, timeout, history)
     return UserCode(rewards, judge, agent, tool_format)
 
 
-def check_tool_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
+def _as_it_is(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The `tool_format` of a recipe that names none."""
+    return tokenizer
+
+
+def check_tool_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Refuse a chat template that TRL would refuse, or whose calls TRL could not read, before a weight is loaded."""
     hint = "name a function in tool_format that gives it one, for one examples/agents/calculator.py:json_calls"
     if not compat.supports_tool_calling(tokenizer):
@@ -102,7 +109,7 @@ def check_tool_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None
         raise ConfigError(f"TRL does not know how {name!r} writes its calls; {hint}") from error
 
 
-def check_training(config: "TrainingArguments", model: ModelConfig) -> None:
+def check_training(config: TrainingArguments, model: ModelConfig) -> None:
     """Refuse values that can only be a mistake, or that would end in an error after the model is loaded.
 
     The [`ConfigError`] has the line to write.
@@ -122,63 +129,78 @@ def check_training(config: "TrainingArguments", model: ModelConfig) -> None:
         raise ConfigError(f"token_selection_rate={rate} needs token_selection: s_grpo, uniform or prefix_cut")
     prefix_sharing = settings.get("prefix_sharing", "auto")
     if prefix_sharing not in CHOICES:
-        raise ConfigError(f"prefix_sharing={prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
+        choices = ", ".join(CHOICES)
+        raise ConfigError(f"prefix_sharing={prefix_sharing!r} is not known; use one of {choices}")
     if settings.get("use_vllm"):
         check_installed("vllm", "use_vllm: true")
-    if model.load_in_4bit or model.load_in_8bit:
-        check_installed("bitsandbytes", "load_in_4bit: true" if model.load_in_4bit else "load_in_8bit: true")
+    if model.load_in_4bit:
+        check_installed("bitsandbytes", "load_in_4bit: true")
+    elif model.load_in_8bit:
+        check_installed("bitsandbytes", "load_in_8bit: true")
 
 
-def check_launch_environment(config: "TrainingArguments", model: ModelConfig) -> None:
+def check_launch_environment(config: TrainingArguments, model: ModelConfig) -> None:
     """Refuse a launch whose processes would not know of each other, or that would not write the trained model."""
     check_processes(config.world_size)
     # An adapter is gathered with any type. Transformers' `save_model` writes other weights only as a full state dict.
-    default = "SHARDED_STATE_DICT" if os.environ.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
-    kind = os.environ.get("FSDP_STATE_DICT_TYPE", default)
-    if is_fsdp_launch() and not model.use_peft and "FULL" not in kind:
+    version = os.environ.get("FSDP_VERSION")
+    default = "SHARDED_STATE_DICT" if version == "2" else "FULL_STATE_DICT"
+    state_dict_type = os.environ.get("FSDP_STATE_DICT_TYPE", default)
+    if is_fsdp_launch() and not model.use_peft and "FULL" not in state_dict_type:
         raise ConfigError(
-            f"fsdp_state_dict_type: {kind} without an adapter: the trained model is not written at the run's end. In "
-            "the accelerate config set it to FULL_STATE_DICT"
+            f"fsdp_state_dict_type: {state_dict_type} without an adapter: the trained model is not written at the "
+            "run's end. In the accelerate config set it to FULL_STATE_DICT"
         )
 
 
 def check_installed(module: str, setting: str, package: str | None = None) -> None:
     """Raises [`ConfigError`] if `module`, which `setting` needs, is not installed; `package` is its name for pip."""
-    if importlib.util.find_spec(module) is None:
-        package = package or module
-        raise ConfigError(f"{setting} needs {package}, which is not installed: pip install {package}")
+    is_installed = importlib.util.find_spec(module) is not None
+    if not is_installed:
+        name = package or module
+        raise ConfigError(f"{setting} needs {name}, which is not installed: pip install {name}")
 
 
-def check_loss(config: "TrainingArguments") -> None:
+def check_loss(config: TrainingArguments) -> None:
     """Refuse a `loss_type` that TRL's trainer does not know; TRL itself refuses it in the first step."""
-    stock = getattr(config, "STOCK", type(config)).__name__
+    stock_config = getattr(config, "STOCK", type(config)).__name__
+    stock_trainer = stock_config.replace("Config", "Trainer")
+    its_words = compat.words_of(stock_trainer)
     names = vars(config).get("loss_type") or []
-    known = compat.words_of(stock.replace("Config", "Trainer"))
-    for name in [names] if isinstance(names, str) else names:
-        if known and name not in known:
-            hint = did_you_mean(name, known, 0.75)
-            raise ConfigError(f"loss_type={name!r} is none that {stock} knows{hint}; its documentation lists them")
+    if isinstance(names, str):
+        names = [names]
+    for name in names:
+        if its_words and name not in its_words:
+            hint = did_you_mean(name, its_words, 0.75)
+            raise ConfigError(
+                f"loss_type={name!r} is none that {stock_config} knows{hint}; its documentation lists them"
+            )
 
 
 def check_reports(report_to: Sequence[str] | str) -> None:
     """Refuse a tracker that transformers does not know, or whose package is not installed."""
-    for name in [report_to] if isinstance(report_to, str) else report_to:
-        if name in ("none", "all", *get_available_reporting_integrations()):
+    names = [report_to] if isinstance(report_to, str) else report_to
+    usable = ("none", "all", *get_available_reporting_integrations())
+    for name in names:
+        if name in usable:
             continue
         if name not in INTEGRATION_TO_CALLBACK:
-            hint = did_you_mean(name, INTEGRATION_TO_CALLBACK) or f"; known: {', '.join(INTEGRATION_TO_CALLBACK)}"
+            all_names = ", ".join(INTEGRATION_TO_CALLBACK)
+            hint = did_you_mean(name, INTEGRATION_TO_CALLBACK) or f"; known: {all_names}"
             raise ConfigError(f"report_to={name!r} is no tracker that transformers knows{hint}")
         raise ConfigError(f"report_to: {name} needs its package, which is not installed; install it, or set none")
 
 
-def check_reward_weights(script: ScriptArguments, config: "TrainingArguments") -> None:
+def check_reward_weights(script: ScriptArguments, config: TrainingArguments) -> None:
     """Refuse `reward_weights` that are not one for each reward."""
     weights = vars(config).get("reward_weights")
-    if weights is not None and len(weights) != len(script.rewards):
-        raise ConfigError(
-            f"reward_weights has {counted(len(weights), 'weight')} for {counted(len(script.rewards), 'reward')} "
-            f"({', '.join(script.rewards)}); give each its own"
-        )
+    if weights is None or len(weights) == len(script.rewards):
+        return
+    names = ", ".join(script.rewards)
+    raise ConfigError(
+        f"reward_weights has {counted(len(weights), 'weight')} for {counted(len(script.rewards), 'reward')} "
+        f"({names}); give each its own"
+    )
 
 
 def check_adapter(name: str) -> PeftConfig:
@@ -188,12 +210,16 @@ def check_adapter(name: str) -> PeftConfig:
     return _loaded(PeftConfig, name, None, "adapter")
 
 
-def _loaded(auto_class: type, name: str | None, revision: str | None, field: str) -> Any:
+def _loaded(
+    auto_class: type, name: str | None, revision: str | None, field: str
+) -> PeftConfig | PretrainedConfig | PreTrainedTokenizerBase:
+    """What `auto_class` reads of the model or adapter `name`; a [`ConfigError`] names the recipe's `field`."""
     if not name:
         raise ConfigError(f"{field} is not set; name a folder or a model on the Hub")
     if is_missing_path(name):
-        made = "; the head of a recipe has the command that makes its base" if field == "model_name_or_path" else ""
-        hint = mistyped_path(name) or made
+        hint = mistyped_path(name)
+        if not hint and field == "model_name_or_path":
+            hint = "; the head of a recipe has the command that makes its base"
         raise ConfigError(f"{field}={name!r}: there is no such folder{hint}")
     try:
         return auto_class.from_pretrained(name, revision=revision)
@@ -225,7 +251,7 @@ def load_tokenizer(
     chat: bool,
     field: str = "model_name_or_path",
     adapter: str | None = None,
-) -> Any:
+) -> PreTrainedTokenizerBase:
     """The tokenizer of the model `name`, or of the `adapter` on it if that has its own; no weights are read.
 
     Raises:
@@ -299,7 +325,9 @@ def with_adapter(bare: nn.Module, model: ModelConfig) -> nn.Module:
 
 def wrapped_here() -> tuple[str, ...]:
     """The classes that FSDP wraps in this process, by the accelerate config's `fsdp_transformer_layer_cls_to_wrap`."""
-    names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "") if is_fsdp_launch() else ""
+    if not is_fsdp_launch():
+        return ()
+    names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
     return tuple(filter(None, names.split(",")))
 
 
@@ -308,10 +336,10 @@ def check_wrapped(bare: nn.Module, names: Sequence[str]) -> None:
     classes = {type(module).__name__ for module in bare.modules()}
     for name in names:
         if name not in classes:
-            own = ", ".join(sorted(bare._no_split_modules or ()))
+            to_wrap = ", ".join(sorted(bare._no_split_modules or ()))
             raise ConfigError(
-                f"fsdp_transformer_layer_cls_to_wrap: this model has no {name}, but {own}; in the accelerate config "
-                "write that, or leave the line out"
+                f"fsdp_transformer_layer_cls_to_wrap: this model has no {name}, but {to_wrap}; in the accelerate "
+                "config write that, or leave the line out"
             )
 
 
@@ -335,16 +363,43 @@ def check_model(model: ModelConfig, wrapped: Sequence[str] = ()) -> None:
         with_adapter(bare, model)
 
 
-class Checked(NamedTuple):
-    """What the checks of a recipe have loaded: the model's tokenizer, and the user's code."""
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe that can be run: its parsed arguments, and what they name that was loaded to check them.
 
-    tokenizer: Any
+    Attributes:
+        script, config, model: the parsed arguments.
+        code: rewards, and functions and classes of the user's own.
+        tokenizer: the model's; with tools its chat template knows them.
+    """
+
+    script: ScriptArguments
+    config: TrainingArguments
+    model: ModelConfig
     code: UserCode
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def measurement(self) -> Measurement:
+        """How accuracy is measured: with the prompts and the limits of the training."""
+        settings = vars(self.config)  # not every trainer has every field
+        # Trainers that draw no completions have no such field; the scripts of theirs have one for the measurement.
+        length = settings.get("max_completion_length") or vars(self.script)["max_completion_length"]
+        return Measurement(
+            max_new_tokens=length,
+            batch_size=self.script.accuracy_batch_size,
+            seed=self.config.seed,
+            answer_format=self.script.answer_format,
+            template_options=settings.get("chat_template_kwargs") or {},
+            agent=self.code.agent,
+            max_tool_turns=settings.get("max_tool_calling_iterations"),
+            judge=self.code.judge,
+        )
 
 
 def check_recipe(
-    script: ScriptArguments, config: "TrainingArguments", model: ModelConfig, wrapped: Sequence[str] | None = None
-) -> Checked:
+    script: ScriptArguments, config: TrainingArguments, model: ModelConfig, wrapped: Sequence[str] | None = None
+) -> Recipe:
     """Run all checks of this module for a recipe that trains.
 
     `wrapped` are names of classes that FSDP is to wrap, by default those of this launch.
@@ -363,4 +418,4 @@ def check_recipe(
         tokenizer = code.tool_format(tokenizer)
         check_tool_template(tokenizer, model.model_name_or_path)
     check_model(model, wrapped_here() if wrapped is None else wrapped)
-    return Checked(tokenizer, code)
+    return Recipe(script, config, model, code, tokenizer)

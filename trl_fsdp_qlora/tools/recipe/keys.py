@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import yaml
 
@@ -27,9 +27,15 @@ class ConfigError(UserError):
     """A recipe file or command line that cannot be used; the message has the key, the reason and the line to write."""
 
 
+_Generated = TypedDict(
+    "_Generated", {"versions": dict[str, str], "commands": dict[str, list[str]], "every trainer": list[str]}
+)
+
+
 @cache
-def _generated() -> dict[str, Any]:
-    return json.loads(OPTIONS.read_text(encoding="utf-8"))
+def _generated() -> _Generated:
+    text = OPTIONS.read_text(encoding="utf-8")
+    return json.loads(text)
 
 
 def is_current() -> bool:
@@ -37,17 +43,20 @@ def is_current() -> bool:
 
     Their patch releases add no fields.
     """
-    try:
-        installed = [version(library) for library in LIBRARIES]
-    except PackageNotFoundError:
-        return False
-    versions = _generated()["versions"]
-    written = [versions[library] for library in LIBRARIES]
-    return list(map(_minor, installed)) == list(map(_minor, written))
+    written = _generated()["versions"]
+    for library in LIBRARIES:
+        try:
+            installed = version(library)
+        except PackageNotFoundError:
+            return False
+        if _minor(installed) != _minor(written[library]):
+            return False
+    return True
 
 
 def _minor(release: str) -> list[str]:
-    return release.split(".")[:2]
+    parts = release.split(".")
+    return parts[:2]
 
 
 def known_names(*commands: str) -> set[str] | None:
@@ -69,14 +78,20 @@ def known_names(*commands: str) -> set[str] | None:
 
 def spellings(names: Collection[str]) -> set[str]:
     """The options of a command line that mean the fields `names`."""
-    options = {f"--{prefix}{name}" for name in names for prefix in ("", "no_")}
-    return options | {option.replace("_", "-") for option in options}
+    options = set()
+    for name in names:
+        options |= {f"--{name}", f"--no_{name}"}
+    with_dashes = {option.replace("_", "-") for option in options}
+    return options | with_dashes
 
 
 def check_options(words: Sequence[str], known: Collection[str]) -> None:
     """Refuse options that are not in `known`, all at once; a [`ConfigError`] has what was meant."""
-    options = [word.partition("=")[0] for word in words if word.startswith("--")]
-    unknown = [option for option in options if option not in known]
+    unknown = []
+    for word in words:
+        option, _, _ = word.partition("=")
+        if option.startswith("--") and option not in known:
+            unknown.append(option)
     _refuse(unknown, known)
 
 
@@ -86,10 +101,15 @@ def check_keys(config: Collection[str], known: Collection[str], path: str | Path
     _refuse(unknown, known, f"{path}: ")
 
 
-def _refuse(unknown: Sequence[Any], known: Collection[str], lead: str = "") -> None:
-    if unknown:
-        faults = [f"unknown key {key!r}; {_meant(str(key), known)}" for key in unknown]
-        raise ConfigError(f"{lead}{', '.join(faults)}")
+def _refuse(unknown: Sequence[object], known: Collection[str], lead: str = "") -> None:
+    """Raise a [`ConfigError`] with what was meant by each unknown key; a YAML's key may be a number, for example."""
+    if not unknown:
+        return
+    faults = []
+    for key in unknown:
+        meant = _meant(str(key), known)
+        faults.append(f"unknown key {key!r}; {meant}")
+    raise ConfigError(lead + ", ".join(faults))
 
 
 def _meant(key: str, known: Collection[str]) -> str:
@@ -101,15 +121,16 @@ def _meant(key: str, known: Collection[str]) -> str:
     best = max(likeness.values(), default=0.0)
     if not best:
         return "no field is called so; --help all lists the fields"
-    # Of the spellings of an option the one that is most like the user's.
     nearest = sorted(name for name, value in likeness.items() if value == best)
-    meant = difflib.get_close_matches(key, nearest, n=1, cutoff=0.0)[0]
+    # Of the spellings of an option the one that is most like the user's.
+    (meant,) = difflib.get_close_matches(key, nearest, n=1, cutoff=0.0)
     return f"did you mean {meant!r}?"
 
 
 def _bare(option: str) -> str:
     """An option as the field that it sets."""
-    return option.lstrip("-").replace("-", "_")
+    name = option.lstrip("-")
+    return name.replace("-", "_")
 
 
 def _likeness(name: str, known: str) -> float:
@@ -124,11 +145,10 @@ def _likeness(name: str, known: str) -> float:
     known_words = known.split("_")
     if len(words) != len(known_words):
         return 0.0
-    ratios = []
+    worst = 1.0
     for word, known_word in zip(words, known_words, strict=True):
         matcher = difflib.SequenceMatcher(None, word, known_word)
-        ratios.append(matcher.ratio())
-    worst = min(ratios)
+        worst = min(worst, matcher.ratio())
     return worst if worst >= _SAME_WORD else 0.0
 
 
@@ -155,9 +175,11 @@ def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
         ConfigError: there is no such file, it is no YAML (with the line), a key is there twice, or it is no mapping.
     """
     try:
-        config = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _Loader)
+        text = Path(path).read_text(encoding="utf-8-sig")
+        config = yaml.load(text, _Loader)
     except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}{mistyped_path(path)}") from None
+        hint = mistyped_path(path)
+        raise ConfigError(f"{option} {path}: {error.strerror}{hint}") from None
     except ConfigError as error:
         raise ConfigError(f"{option} {path}: {error}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:

@@ -8,7 +8,8 @@ from trl.data_utils import maybe_extract_prompt
 
 from ...errors import mistyped_path
 from ..data.answers import DatasetError
-from ..data.datasets import is_missing_path, read_rows
+from ..data.datasets import read_rows
+from ..data.import_path import is_missing_path
 from .arguments import ScriptArguments, option
 
 FIELDS = ("prompt", "chosen", "rejected")
@@ -49,8 +50,9 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
             f"{source} holds no pairs: each row is `chosen` and `rejected`, two texts or two conversations, and may "
             "have a `prompt`, which is one of them, too"
         )
-    for number, (chosen, rejected) in enumerate(zip(dataset["chosen"], dataset["rejected"], strict=True), 1):
-        for name, answer in (("chosen", chosen), ("rejected", rejected)):
+    answers = dataset.select_columns(["chosen", "rejected"])
+    for number, row in enumerate(answers, 1):
+        for name, answer in row.items():
             if not answer:
                 raise DatasetError(f"{source}, row {number}: {name} is empty; complete the row or leave it out")
     return dataset.map(_with_prompt, keep_in_memory=True)
@@ -59,7 +61,10 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
 def _with_prompt(row: dict) -> dict:
     """A pair of TRL's explicit format, from a row in any format."""
     pair = {name: row[name] for name in FIELDS if row.get(name) is not None}
-    if isinstance(pair.get("prompt"), list) and isinstance(pair["chosen"], str):
-        answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
-        return pair | answers
-    return maybe_extract_prompt(pair)
+    is_mixed = isinstance(pair.get("prompt"), list) and isinstance(pair["chosen"], str)
+    if not is_mixed:
+        return maybe_extract_prompt(pair)
+    for name in ("chosen", "rejected"):
+        message = {"role": "assistant", "content": row[name]}
+        pair[name] = [message]
+    return pair

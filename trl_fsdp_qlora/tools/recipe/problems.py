@@ -7,8 +7,8 @@ from typing import NamedTuple
 from datasets import Dataset
 
 from ...utils.plain import counted
-from ..data.answers import DatasetError, can_be_graded
-from ..data.datasets import has_splits, hold_out, read_problems, to_prompts, without_overlap
+from ..data.answers import DatasetError
+from ..data.datasets import Problem, has_splits, hold_out, read_problems, to_prompts, without_overlap
 from ..data.rewards import COMPARING_REWARDS
 from .arguments import ScriptArguments
 from .checks import OWN_REWARD
@@ -29,18 +29,25 @@ class Problems(NamedTuple):
     No question is in both of the sets. `test` is `None` if no problems are held out.
     """
 
-    train: list[dict]
-    test: list[dict] | None
+    train: list[Problem]
+    test: list[Problem] | None
 
 
-def prompts_of(args: ScriptArguments, problems: list[dict]) -> Dataset:
+def prompts_of(args: ScriptArguments, problems: Sequence[Problem]) -> Dataset:
     """`problems` as prompts, formatted by `args`."""
     return to_prompts(problems, args.system_prompt, args.prompt_template, args.chat)
 
 
-def _read(args: ScriptArguments, source: str, split: str, graded: bool) -> list[dict]:
-    columns = (args.question_column, args.answer_column)
-    return read_problems(source, split, args.dataset_config, *columns, whole_rows=True, graded=graded)
+def _read(args: ScriptArguments, source: str, split: str, graded: bool) -> list[Problem]:
+    return read_problems(
+        source,
+        split,
+        args.dataset_config,
+        args.question_column,
+        args.answer_column,
+        whole_rows=True,
+        graded=graded,
+    )
 
 
 def _is_decided(args: ScriptArguments) -> bool:
@@ -48,11 +55,11 @@ def _is_decided(args: ScriptArguments) -> bool:
     return args.accuracy_function is not None or OWN_REWARD in args.rewards
 
 
-def _gradable(args: ScriptArguments, problems: Sequence[dict]) -> list[dict]:
+def _gradable(args: ScriptArguments, problems: Sequence[Problem]) -> list[Problem]:
     """Those of `problems` on which accuracy can be measured."""
     if _is_decided(args):
         return list(problems)
-    return [problem for problem in problems if "entry" in problem or can_be_graded(problem["answer"])]
+    return [problem for problem in problems if problem["is_gradable"]]
 
 
 def load_problems(args: ScriptArguments) -> Problems:
@@ -65,36 +72,37 @@ def load_problems(args: ScriptArguments) -> Problems:
     """
     graded = not set(args.rewards).isdisjoint(COMPARING_REWARDS)
     train = _read(args, args.dataset, args.dataset_split, graded)
-    is_measured = not args.skip_accuracy and bool(_gradable(args, train[:_LOOKED_AT]))
-    test = None
-    test_source = args.eval_dataset or args.dataset
-    same_split = args.eval_split == args.dataset_split or not has_splits(args.dataset)
     if args.held_out:
-        train, test = hold_out(train, args.held_out)
-    elif test_source != args.dataset or not same_split:
-        try:
-            test = _read(args, test_source, args.eval_split, graded=False)
-        except DatasetError:
-            if is_measured or args.eval_dataset:
-                raise
-    elif is_measured:
-        which = f"split {args.eval_split!r}" if has_splits(args.dataset) else "which has no splits"
-        raise DatasetError(
-            f"training and held-out problems are both {args.dataset!r}, {which}; set held_out to a number of problems "
-            "to take out of it, or eval_dataset to another file, or skip_accuracy: true"
-        )
-    if test is not None and not args.held_out:
-        train, dropped = without_overlap(train, test)
-        if dropped:
-            say(f"left {counted(dropped, 'training problem')} out that are among the held-out ones")
-        if not train:
+        return Problems(*hold_out(train, args.held_out))
+    test_source = args.eval_dataset or args.dataset
+    its_splits = has_splits(args.dataset)
+    same_split = args.eval_split == args.dataset_split or not its_splits
+    is_measured = not args.skip_accuracy and bool(_gradable(args, train[:_LOOKED_AT]))
+    if test_source == args.dataset and same_split:
+        if is_measured:
+            which = f"split {args.eval_split!r}" if its_splits else "which has no splits"
             raise DatasetError(
-                f"all {counted(dropped, 'problem')} of {args.dataset!r} are among the held-out ones; set held_out"
+                f"training and held-out problems are both {args.dataset!r}, {which}; set held_out to a number of "
+                "problems to take out of it, or eval_dataset to another file, or skip_accuracy: true"
             )
+        return Problems(train, None)
+    try:
+        test = _read(args, test_source, args.eval_split, graded=False)
+    except DatasetError:
+        if is_measured or args.eval_dataset:
+            raise
+        return Problems(train, None)
+    train, dropped = without_overlap(train, test)
+    if dropped:
+        say(f"left {counted(dropped, 'training problem')} out that are among the held-out ones")
+    if not train:
+        raise DatasetError(
+            f"all {counted(dropped, 'problem')} of {args.dataset!r} are among the held-out ones; set held_out"
+        )
     return Problems(train, test)
 
 
-def _sample(args: ScriptArguments, problems: list[dict]) -> list[dict]:
+def _sample(args: ScriptArguments, problems: list[Problem]) -> list[Problem]:
     """At most `eval_problems` of the problems to measure on, the same ones in every run.
 
     The first problems of a file are no sample: it may be sorted, by difficulty for example. Those of reasoning-gym,
@@ -109,7 +117,7 @@ def _sample(args: ScriptArguments, problems: list[dict]) -> list[dict]:
     return shuffled[:count]
 
 
-def _graded_sample(args: ScriptArguments, problems: Sequence[dict]) -> list[dict]:
+def _graded_sample(args: ScriptArguments, problems: Sequence[Problem]) -> list[Problem]:
     """A sample of the problems on which accuracy can be measured; a line has what is left out."""
     gradable = _gradable(args, problems)
     if not gradable:
@@ -131,15 +139,17 @@ def to_measure(args: ScriptArguments, problems: Problems) -> Dataset | None:
 
     It is `None` if nothing is held out, or if no answer of what is held out can be graded; a line has the reason.
     """
-    held_out = problems.test
-    sample = _graded_sample(args, held_out or [])
+    held_out = problems.test or []
+    sample = _graded_sample(args, held_out)
     count = counted(len(problems.train), "training problem")
     if not sample:
         if not args.skip_accuracy:
             say(f"accuracy is not measured: {_NO_ANSWER}")
-        say(f"data: {count} from {args.dataset}; {f'{len(held_out):,}' if held_out else 'none'} held out")
+        of_held_out = f"{len(held_out):,}" if held_out else "none"
+        say(f"data: {count} from {args.dataset}; {of_held_out} held out")
         return None
-    say(f"data: {count} and {counted(len(sample), 'held-out problem')} from {args.dataset}")
+    measured = counted(len(sample), "held-out problem")
+    say(f"data: {count} and {measured} from {args.dataset}")
     return prompts_of(args, sample)
 
 
@@ -148,14 +158,17 @@ def load_held_out(args: ScriptArguments) -> Dataset:
 
     They come from all of a file without splits, unless `held_out` takes a part of it.
     """
+    source = args.eval_dataset or args.dataset
     if args.held_out:
-        _, test = hold_out(_read(args, args.dataset, args.dataset_split, graded=False), args.held_out)
+        whole = _read(args, args.dataset, args.dataset_split, graded=False)
+        _, held_out = hold_out(whole, args.held_out)
     else:
-        test = _read(args, args.eval_dataset or args.dataset, args.eval_split, graded=False)
+        held_out = _read(args, source, args.eval_split, graded=False)
         if args.eval_dataset is None and not has_splits(args.dataset):
             say(f"measuring on all of {args.dataset}; --held_out as in a recipe takes what its training left out")
-    test = _graded_sample(args, test)
-    if not test:
+    sample = _graded_sample(args, held_out)
+    if not sample:
         raise DatasetError(f"{args.eval_dataset or args.dataset!r}: {_NO_ANSWER}")
-    say(f"data: {counted(len(test), 'problem')} from {args.eval_dataset or args.dataset}")
-    return prompts_of(args, test)
+    count = counted(len(sample), "problem")
+    say(f"data: {count} from {source}")
+    return prompts_of(args, sample)

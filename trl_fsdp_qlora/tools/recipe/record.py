@@ -6,12 +6,13 @@ The page is `report.html`; `metrics.json` has the rest, and files that begin wit
 import contextlib
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import ModelConfig
 
 from ...compat.transformers import model_name
@@ -27,8 +28,10 @@ from ..report.keep import write_completions
 from ..report.page import NAME as PAGE
 from ..report.page import write_report
 from .arguments import ScriptArguments
-from .checks import OWN_REWARD
+from .checks import OWN_REWARD, Recipe
 from .script import WARNINGS, say
+
+Settings = dict[str, object]  # values of fields of a recipe, by name
 
 # Fields that name data: a file, a folder, a name on the Hub, or a function of the user's.
 DATA = ("dataset", "eval_dataset")
@@ -38,23 +41,26 @@ CODE = ("environment", "tools", "tool_format", "accuracy_function")
 ARGUMENTS = "_arguments.json"
 
 
-def code_in(settings: dict[str, Any]) -> dict[str, Any]:
+def code_in(settings: Mapping[str, object]) -> Settings:
     """The settings that name code, by field. A generator of reasoning-gym is data, although it is spelled alike."""
     code = {}
     for name, value in settings.items():
-        texts = value if isinstance(value, list) else [value]
         is_generator = name in DATA and isinstance(value, str) and is_generated(value)
-        is_code = name in CODE or any(is_import_path(str(text)) for text in texts)
-        if value and is_code and not is_generator:
+        if not value or is_generator:
+            continue
+        texts = value if isinstance(value, list) else [value]
+        if name in CODE or any(is_import_path(str(text)) for text in texts):
             code[name] = value
     return code
 
 
-def as_words(settings: dict[str, Any]) -> list[str]:
+def as_words(settings: Mapping[str, object]) -> list[str]:
     """`settings` as words of a command line."""
     words = []
     for name, value in settings.items():
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        words.append(f"--{name}")
+        values = value if isinstance(value, list) else [value]
+        words += map(str, values)
     return words
 
 
@@ -66,19 +72,20 @@ _NOT_COMPARED = {
 }  # fmt: skip
 
 
-def _arguments(*parts: Any) -> dict[str, Any]:
+def _arguments(script: ScriptArguments, config: TrainingArguments, model: ModelConfig) -> Settings:
     """The fields of a recipe's parsed arguments, as plain values without secrets; paths of data are absolute."""
     values = {}
-    for part in parts:
-        names = [item.name for item in fields(part) if item.init and item.name not in _NOT_COMPARED]
-        values.update({name: vars(part).get(name) for name in names})
+    for part in (script, config, model):
+        for item in fields(part):
+            if item.init and item.name not in _NOT_COMPARED:
+                values[item.name] = vars(part).get(item.name)
     for name in DATA:
         if os.path.exists(values.get(name) or ""):
             values[name] = os.path.abspath(values[name])
     return plain(without_secrets(values))
 
 
-def check_output_dir(script: ScriptArguments, config: Any, model: ModelConfig) -> None:
+def check_output_dir(script: ScriptArguments, config: TrainingArguments, model: ModelConfig) -> None:
     """Refuse a folder that holds another run, and let a command that began the run in it continue that run.
 
     The same command may train longer. In that case `config.resume_from_checkpoint` becomes `auto`.
@@ -113,12 +120,13 @@ _OF_THE_MEASUREMENT = (
 )  # fmt: skip
 
 
-def measured_on(arguments: dict[str, Any]) -> dict[str, Any]:
+def measured_on(arguments: Mapping[str, object]) -> Settings:
     """Those of a run's arguments on which an accuracy depends: figures make a pair only if these are equal."""
-    return {name: arguments[name] for name in (*OF_THE_DATA, *_OF_THE_MEASUREMENT) if name in arguments}
+    names = (*OF_THE_DATA, *_OF_THE_MEASUREMENT)
+    return {name: arguments[name] for name in names if name in arguments}
 
 
-def settings_in(folder: str | Path) -> dict[str, Any]:
+def settings_in(folder: str | Path) -> Settings:
     """The fields of `recipes/evaluate.py` with which the run in `folder` measured; none if it is no run's folder.
 
     No other field is read: a folder may come from anyone, and cannot choose the place of a result, for example.
@@ -128,10 +136,11 @@ def settings_in(folder: str | Path) -> dict[str, Any]:
     arguments = disk.read_json(Path(folder, ARGUMENTS))
     settings = measured_on(arguments)
     settings.pop("model_name_or_path", None)  # an adapter names its base
-    further = ("seed", "accuracy_samples", "accuracy_batch_size")
-    settings.update((name, arguments[name]) for name in further if name in arguments)
+    for name in ("seed", "accuracy_samples", "accuracy_batch_size"):
+        settings[name] = arguments.get(name)
     # The environment's own reward measures, too; other rewards may be in files that no longer exist.
-    settings["rewards"] = [OWN_REWARD] if OWN_REWARD in arguments.get("rewards", ()) else None
+    if OWN_REWARD in arguments.get("rewards", ()):
+        settings["rewards"] = [OWN_REWARD]
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -139,9 +148,10 @@ def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) ->
     """Lines with what to type when a run is finished."""
     option = "--adapter" if is_adapter else "--model_name_or_path"
     # The code that the run measures with, which `evaluate` takes from no folder.
-    code = code_in({name: vars(script)[name] for name in (*DATA, *CODE)})
-    evaluate = shlex.join(["trl-fsdp-qlora", "evaluate", option, output_dir, *as_words(code)])
-    lines = [f"  measure it: {evaluate}"]
+    settings = {name: vars(script)[name] for name in (*DATA, *CODE)}
+    code = as_words(code_in(settings))
+    evaluate = ["trl-fsdp-qlora", "evaluate", option, output_dir, *code]
+    lines = [f"  measure it: {shlex.join(evaluate)}"]
     served = output_dir
     if is_adapter:
         served = f"{output_dir.rstrip('/')}-merged"
@@ -149,8 +159,10 @@ def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) ->
         lines.append(f"  merge it:   {shlex.join(merge)}")
     served = shlex.quote(served)
     lines.append(f"  chat:       transformers serve {served}, and in another terminal transformers chat {served}")
-    if Path(output_dir, PAGE).is_file():
-        lines.append(f"  see it:     open {shlex.quote(str(Path(output_dir, PAGE)))} in a browser")
+    page = Path(output_dir, PAGE)
+    if page.is_file():
+        name = shlex.quote(str(page))
+        lines.append(f"  see it:     open {name} in a browser")
     return "\n".join(lines)
 
 
@@ -162,7 +174,7 @@ class RunRecord:
 
     def __init__(self, output_dir: str | Path):
         self.path = Path(output_dir) / "metrics.json"
-        self.content: dict[str, Any] = {}
+        self.content: dict[str, Any] = {}  # JSON
         if self.path.is_file():
             try:
                 self.content = disk.read_json(self.path)
@@ -171,9 +183,8 @@ class RunRecord:
 
     def begin(
         self,
-        trainer: Any,
-        script: ScriptArguments,
-        model: ModelConfig,
+        trainer: Trainer,
+        recipe: Recipe,
         step: int,
         is_measured: bool,
         command: list[str],
@@ -183,7 +194,7 @@ class RunRecord:
         The accuracy from before training stays only if this part of the run measures on the same.
         """
         args = trainer.args
-        now = portable(measured_on(_arguments(script, args, model)))
+        now = portable(measured_on(_arguments(recipe.script, args, recipe.model)))
         changed = checkpoints.differences(self.content.get("measured_on", now), now)
         self.content.pop("after", None)  # of weights that are about to change
         if step == 0:
@@ -192,11 +203,16 @@ class RunRecord:
             say(f"the accuracy before training is left out: it was measured on something else ({'; '.join(changed)})")
         elif is_measured and "before" not in self.content:
             say(f"{self.path} does not hold the accuracy from before training, which a resumed run cannot measure")
+        names = {
+            "dataset": recipe.script.dataset,
+            "model": model_name(trainer.model),
+            "rewards": recipe.script.rewards,
+        }
         self.put(
             hardware=hardware(),
             software=software(),
             method=getattr(trainer, "method_on_card", trainer._name),
-            **portable({"dataset": script.dataset, "model": model_name(trainer.model), "rewards": script.rewards}),
+            **portable(names),
             seed=args.seed,
             command=command_line(command),
             processes=args.world_size,
@@ -204,7 +220,7 @@ class RunRecord:
         )
 
     @nonfatal("metrics.json")
-    def put(self, **values) -> None:
+    def put(self, **values: object) -> None:
         self.content.update(plain(values))
         if PartialState().is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,12 +231,12 @@ _MOST_WARNINGS = 50
 
 
 class RunPage(TrainerCallback):
-    """Keeps completions whenever metrics are logged, and writes the page of the run when something was measured.
+    """Keeps completions when a step is logged, and writes the page of the run when something was measured.
 
     The page of a run that is pushed to the Hub has no prompts and completions, because the whole folder is published.
     """
 
-    def __init__(self, trainer: Any, record: RunRecord):
+    def __init__(self, trainer: Trainer, record: RunRecord):
         self.trainer = trainer
         self.record = record
         self.folder = Path(trainer.args.output_dir)
@@ -256,9 +272,8 @@ class RunPage(TrainerCallback):
         if hasattr(trainer, "startup"):
             about["startup"] = trainer.startup.block
         if hasattr(trainer, "reward_func_names"):
-            about["reward_weights"] = dict(
-                zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True)
-            )
+            weights = trainer.reward_weights.tolist()
+            about["reward_weights"] = dict(zip(trainer.reward_func_names, weights, strict=True))
         self.record.put(history=trainer.state.log_history, warnings=texts[:_MOST_WARNINGS], **about)
         if PartialState().is_main_process:
             write_report(self.folder, self.path, with_completions=not trainer.args.push_to_hub)

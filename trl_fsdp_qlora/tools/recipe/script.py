@@ -28,14 +28,15 @@ class RunWarnings(logging.Handler):
     def __init__(self):
         super().__init__(logging.ERROR if int(os.environ.get("RANK", "0")) else logging.WARNING)
         self.texts: dict[str, None] = {}
-        # transformers' logger prints by itself and hands nothing on to the root.
+        # transformers' logger prints by itself and passes nothing to the root.
         self._loggers = [logging.getLogger(), logging.getLogger("transformers")]
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage().removeprefix("[RANK 0] ")  # of accelerate's loggers
-        kept = portable(" ".join(message.split()))[:1000]
-        if kept not in self.texts:
-            self.texts[kept] = None
+        line = portable(" ".join(message.split()))
+        shortened = line[:1000]
+        if shortened not in self.texts:
+            self.texts[shortened] = None
             if not record.name.startswith("transformers."):
                 text = self.format(record).removeprefix("[RANK 0] ")
                 tqdm.write(f"{record.levelname.lower()}: {text}", file=sys.stderr)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...utils.stats import wilson_interval
 from .folder import Run, spread
@@ -36,40 +37,89 @@ class Chart:
     smooth: bool = True  # `False` if each value is a measurement of its own
 
 
-# (title, text below it, {metric: name of the series}, whether values are shares)
+class _Curves(NamedTuple):
+    """A chart of logged metrics.
+
+    Attributes:
+        title: its title.
+        about: the text below it.
+        metrics: names of its series, by metric.
+        percent: whether values are shares.
+        band: metrics of the lowest and the highest value around the first series, if there are any.
+    """
+
+    title: str
+    about: str
+    metrics: dict[str, str]
+    percent: bool = False
+    band: tuple[str, str] | None = None
+
+
 _CHARTS = (
-    ("Reward", "mean of the sampled completions", {"reward": "reward", "eval_reward": "evaluation"}, False),
-    ("Completion length", "tokens: mean, from shortest to longest", {"completions/mean_length": "length"}, False),
-    ("Cut completions", "share that reached the limit without an end", {"completions/clipped_ratio": "cut"}, True),
-    ("Equal groups", "share without a difference to learn from", {"frac_reward_zero_std": "equal groups"}, True),
-    ("Entropy", "of the scored tokens, mean, in nats", {"entropy": "entropy"}, False),
-    ("KL", "distance from the reference model", {"kl": "KL"}, False),
-    ("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, False),
-    ("Loss", "of training and of evaluation", {"loss": "loss", "eval_loss": "evaluation"}, False),
-    ("Learning rate", "", {"learning_rate": "learning rate"}, False),
-    ("Tokens per second", "completion tokens of all processes", {"throughput/tokens_per_s": "tokens/s"}, False),
+    _Curves("Reward", "mean of the sampled completions", {"reward": "reward", "eval_reward": "evaluation"}),
+    _Curves(
+        "Completion length",
+        "tokens: mean, from shortest to longest",
+        {"completions/mean_length": "length"},
+        band=("completions/min_length", "completions/max_length"),
+    ),
+    _Curves(
+        "Cut completions",
+        "share that reached the limit without an end",
+        {"completions/clipped_ratio": "cut"},
+        percent=True,
+    ),
+    _Curves(
+        "Equal groups",
+        "share without a difference to learn from",
+        {"frac_reward_zero_std": "equal groups"},
+        percent=True,
+    ),
+    _Curves("Entropy", "of the scored tokens, mean, in nats", {"entropy": "entropy"}),
+    _Curves("KL", "distance from the reference model", {"kl": "KL"}),
+    _Curves("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}),
+    _Curves("Loss", "of training and of evaluation", {"loss": "loss", "eval_loss": "evaluation"}),
+    _Curves("Learning rate", "", {"learning_rate": "learning rate"}),
+    _Curves("Tokens per second", "completion tokens of all processes", {"throughput/tokens_per_s": "tokens/s"}),
 )
 _BETWEEN_STEPS = ("time/accuracy_s", "time/evaluate_s")
 _UNINTERESTING = ("step", "epoch", "num_tokens", "total_flos", "accuracy", "accuracy/n")
+_OF_OTHER_CHARTS = ("time/", "memory/", "train_")  # how their metrics begin
 
 
 def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
     """(the charts that everybody reads, one for each further metric), without empty ones."""
-    metrics = list(dict.fromkeys(name for entry in run.history for name in entry))
+    metrics: dict[str, None] = {}  # in the order in which they were logged first
+    for entry in run.history:
+        metrics |= dict.fromkeys(entry)
     functions = _names(metrics, "rewards/", "/mean")
-    first = [_accuracy(run), *(_chart(run, *row) for row in _CHARTS)]
+    first = [_accuracy(run)]
+    for curves in _CHARTS:
+        chart = _chart(run, curves)
+        first.append(chart)
     if len(functions) > 1:
-        first.insert(2, _rewards_by_function(run, functions))
-    first.append(Chart("Seconds of a step", "by phase, stacked", _phases(run, metrics), kind="stack"))
+        by_function = _rewards_by_function(run, functions)
+        first.insert(2, by_function)
+    phases = _phases(run, metrics)
+    first.append(Chart("Seconds of a step", "by phase, stacked", phases, kind="stack"))
     first.append(_memory(run, metrics))
-    shown = {"completions/min_length", "completions/max_length"}
-    shown.update(metric for _, _, of_chart, _ in _CHARTS for metric in of_chart)
-    shown.update(f"rewards/{name}/mean" for name in functions)
-    further = [Chart(name, "", _series(run, name, name)) for name in sorted(metrics) if _is_further(name, shown)]
+
+    shown = {f"rewards/{name}/mean" for name in functions}
+    for curves in _CHARTS:
+        shown.update(curves.metrics)
+        shown.update(curves.band or ())
+    shown.update(_UNINTERESTING)
+    further = []
+    for metric in sorted(metrics):
+        if metric not in shown and not metric.startswith(_OF_OTHER_CHARTS):
+            series = _series(run, metric, metric)
+            further.append(Chart(metric, "", series))
+
     charts = _with_curves(first), _with_curves(further)
     for chart in itertools.chain(*charts):
-        for series, color in zip(chart.series, itertools.cycle(COLORS), strict=False):
-            series.color = color
+        colors = itertools.cycle(COLORS)
+        for series in chart.series:
+            series.color = next(colors)
     return charts
 
 
@@ -77,20 +127,14 @@ def _with_curves(charts: list[Chart]) -> list[Chart]:
     return [chart for chart in charts if chart.series]
 
 
-def _is_further(metric: str, shown: set[str]) -> bool:
-    """Whether a metric gets a chart of its own behind the others."""
-    if metric in shown or metric in _UNINTERESTING:
-        return False
-    return not metric.startswith(("time/", "memory/", "train_"))
-
-
-def _chart(run: Run, title: str, about: str, metrics: dict[str, str], percent: bool) -> Chart:
+def _chart(run: Run, curves: _Curves) -> Chart:
     """The chart of a row of [`_CHARTS`]."""
-    chart = Chart(title, about, percent=percent)
-    for metric, name in metrics.items():
+    chart = Chart(curves.title, curves.about, percent=curves.percent)
+    for metric, name in curves.metrics.items():
         chart.series += _series(run, metric, name)
-    if title == "Completion length" and chart.series:
-        _add_band(chart.series[0], run, "completions/min_length", "completions/max_length")
+    if curves.band is not None and chart.series:
+        lowest, highest = curves.band
+        _add_band(chart.series[0], run, lowest, highest)
     return chart
 
 
@@ -112,8 +156,13 @@ def _memory(run: Run, metrics: Iterable[str]) -> Chart:
 
 def _points(run: Run, metric: str) -> dict[float, float]:
     """Values by step; of several entries of one step the last."""
-    points = {entry["step"]: entry[metric] for entry in run.history if metric in entry}
-    return {step: points[step] for step in spread(sorted(points), MOST_POINTS)}
+    points = {}
+    for entry in run.history:
+        if metric in entry:
+            step = entry["step"]
+            points[step] = entry[metric]
+    steps = spread(sorted(points), MOST_POINTS)
+    return {step: points[step] for step in steps}
 
 
 def _rounded(values: Iterable[float]) -> list[float]:
@@ -121,22 +170,32 @@ def _rounded(values: Iterable[float]) -> list[float]:
 
 
 def _series(run: Run, metric: str, name: str) -> list[Series]:
+    """The series `name` of a metric; none if it was not logged."""
     points = _points(run, metric)
-    return [Series(name, list(points), _rounded(points.values()))] if points else []
+    if not points:
+        return []
+    values = _rounded(points.values())
+    return [Series(name, list(points), values)]
 
 
 def _add_band(series: Series, run: Run, low: str, high: str) -> None:
     lows = _points(run, low)
     highs = _points(run, high)
-    if all(step in lows and step in highs for step in series.steps):
-        series.low = _rounded(lows[step] for step in series.steps)
-        series.high = _rounded(highs[step] for step in series.steps)
+    steps = series.steps
+    in_both = lows.keys() & highs.keys()
+    if in_both.issuperset(steps):
+        series.low = _rounded(lows[step] for step in steps)
+        series.high = _rounded(highs[step] for step in steps)
 
 
 def _names(metrics: Iterable[str], beginning: str, end: str) -> list[str]:
     """What is between `beginning` and `end` in the names of those metrics that have both."""
-    matching = [name for name in metrics if name.startswith(beginning) and name.endswith(end)]
-    return [name.removeprefix(beginning).removesuffix(end) for name in matching]
+    names = []
+    for metric in metrics:
+        if metric.startswith(beginning) and metric.endswith(end):
+            name = metric.removeprefix(beginning).removesuffix(end)
+            names.append(name)
+    return names
 
 
 def _accuracy(run: Run) -> Chart:
@@ -146,12 +205,17 @@ def _accuracy(run: Run) -> Chart:
     if not measured:
         return chart
     steps = sorted(measured)
-    counts = [measured[step] for step in steps]
-    intervals = [wilson_interval(right, n) for right, n in counts]
-    values = _rounded(right / n for right, n in counts)
-    low = _rounded(bounds[0] for bounds in intervals)
-    high = _rounded(bounds[1] for bounds in intervals)
-    chart.series.append(Series("accuracy", steps, values, low, high))
+    shares = []
+    lows = []
+    highs = []
+    for step in steps:
+        right, n = measured[step]
+        low, high = wilson_interval(right, n)
+        shares.append(right / n)
+        lows.append(low)
+        highs.append(high)
+    series = Series("accuracy", steps, _rounded(shares), _rounded(lows), _rounded(highs))
+    chart.series.append(series)
     return chart
 
 
@@ -162,24 +226,35 @@ def _right_of_all(run: Run) -> dict[float, tuple[int, int]]:
         accuracy = entry.get("accuracy", -1)
         n = int(entry.get("accuracy/n", 0))
         if 0 <= accuracy <= 1 and n >= 1:
-            measured[entry["step"]] = (round(accuracy * n), n)
-    for when, step in (("before", 0), ("after", run.last_step)):
-        if when in run.accuracy:
-            counts = run.accuracy[when]
-            measured[step] = (counts["correct"], counts["n"])
+            step = entry["step"]
+            right = round(accuracy * n)
+            measured[step] = (right, n)
+    steps = {"before": 0, "after": run.last_step}
+    for when, counts in run.accuracy.items():
+        step = steps[when]
+        measured[step] = (counts["correct"], counts["n"])
     return measured
 
 
 def _phases(run: Run, metrics: Iterable[str]) -> list[Series]:
     """The phases of a step, the longest first; measurements between steps are no part of a step."""
     names = _names(metrics, "time/", "_s")
-    timed = {f"time/{name}_s" for name in names}
-    by_step = {entry["step"]: entry for entry in run.history if timed & entry.keys()}
+    timed = {f"time/{name}_s": name.replace("_", " ") for name in names}
+    by_step = {}
+    for entry in run.history:
+        if timed.keys() & entry.keys():
+            step = entry["step"]
+            by_step[step] = entry
     steps = spread(sorted(by_step), MOST_POINTS)
     phases = []
-    for name in names:
-        metric = f"time/{name}_s"
+    for metric, label in timed.items():
+        if metric in _BETWEEN_STEPS:
+            continue
         values = _rounded(by_step[step].get(metric, 0.0) for step in steps)
-        if metric not in _BETWEEN_STEPS and any(values):
-            phases.append(Series(name.replace("_", " "), steps, values))
-    return sorted(phases, key=lambda series: sum(series.values), reverse=True)
+        if any(values):
+            phases.append(Series(label, steps, values))
+    return sorted(phases, key=_total, reverse=True)
+
+
+def _total(series: Series) -> float:
+    return sum(series.values)

@@ -10,10 +10,10 @@ import base64
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import pyarrow
 import pyarrow.parquet
@@ -29,7 +29,31 @@ _OWN_COLUMNS = (
     "step", "prompt", "completion", "prompt_json", "completion_json", "advantage", "tokens", "cut", "image", "images",
 )  # fmt: skip
 
-Text = str | list[dict[str, Any]]  # or the messages of a conversation
+Row = dict[str, object]  # of a parquet file
+
+
+class Message(TypedDict, total=False):
+    """A message as the page shows it: `calls` and `name` are there if the message has some."""
+
+    role: str
+    text: str
+    calls: list[str]
+    name: str
+
+
+Text = str | list[Message]  # of a prompt or a completion
+
+
+class Completion(TypedDict):
+    """A completion as the page shows it; figures that were not recorded are `None`."""
+
+    text: Text
+    rewards: dict[str, float | None]
+    total: float | None
+    advantage: float | None
+    tokens: float | None
+    cut: bool | None
+    others: dict[str, str]
 
 
 @dataclass
@@ -38,7 +62,7 @@ class Group:
 
     step: float
     prompt: Text
-    rows: list[dict[str, Any]]
+    rows: list[Completion]
     images: list[str] = field(default_factory=list)  # data URLs of thumbnails
 
 
@@ -73,15 +97,17 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
         try:
             rows, recorded = _rows(path)
         except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
-            reason = " ".join(str(error).split())[:200]
+            words = str(error).split()
+            reason = " ".join(words)[:200]
             reason = reason.replace(str(path), path.name)
             result.notes.append(f"{path.name} cannot be read ({reason}): its completions are missing.")
             continue
         rewards = _reward_columns(rows, run)
-        names.update(dict.fromkeys(rewards))
+        names |= dict.fromkeys(rewards)
         result.recorded += recorded
         groups = list(_groups(rows, path, rewards, run.reward_weights))
-        result.groups += _within(groups, budget, budget // len(paths))
+        share = budget // len(paths)
+        result.groups += _within(groups, budget, share)
     result.groups.sort(key=lambda group: group.step)
     result.rewards = list(names)
     if result.shown < result.recorded:
@@ -111,7 +137,7 @@ def _within(groups: list[Group], most: int, share: int) -> list[Group]:
     return spread(groups, max(1, count))
 
 
-def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+def _rows(path: Path) -> tuple[list[Row], int]:
     """The first rows of a parquet file, and how many it has.
 
     A file of a few kilobytes may hold gigabytes of text, so it is read in parts, up to [`LARGEST`].
@@ -121,13 +147,14 @@ def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     """
     if not path.is_file():
         raise ValueError("it is no ordinary file")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     length = 0
     with pyarrow.parquet.ParquetFile(path) as file:
         recorded = file.metadata.num_rows
         names = file.schema_arrow.names
-        if not {"completion", "completion_json"} & set(names):
-            raise ValueError(f"it has no column 'completion', but {', '.join(names)}")
+        if "completion" not in names and "completion_json" not in names:
+            columns = ", ".join(names)
+            raise ValueError(f"it has no column 'completion', but {columns}")
         for batch in file.iter_batches(batch_size=256):
             part = batch.to_pylist()
             rows += part
@@ -142,50 +169,61 @@ def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     return rows, recorded
 
 
-def _length(row: dict[str, Any]) -> int:
+def _length(row: Row) -> int:
     """Characters, bytes and items of a row's values."""
-    return sum(len(value) for value in row.values() if isinstance(value, (str, bytes, list)))
+    length = 0
+    for value in row.values():
+        if isinstance(value, (str, bytes, list)):
+            length += len(value)
+    return length
 
 
-def _reward_columns(rows: list[dict], run: Run) -> list[str]:
+def _reward_columns(rows: Sequence[Row], run: Run) -> list[str]:
     """The columns with rewards: those whose means were logged, or else all numbers that are nothing else."""
     if not rows:
         return []
     names = [name for name in rows[0] if name not in _OWN_COLUMNS]
-    logged = {metric for entry in run.history for metric in entry}
+    logged = set().union(*run.history)
     rewards = [name for name in names if f"rewards/{name}/mean" in logged]
     if rewards:
         return rewards
     return [name for name in names if _has_number(rows, name)]
 
 
-def _has_number(rows: list[dict], name: str) -> bool:
-    return any(_number(row[name]) is not None for row in rows)
+def _has_number(rows: Sequence[Row], name: str) -> bool:
+    numbers = (_number(row[name]) for row in rows)
+    return any(number is not None for number in numbers)
 
 
-def _groups(rows: list[dict], path: Path, rewards: list[str], weights: dict[str, float]) -> Iterator[Group]:
+def _groups(rows: list[Row], path: Path, rewards: list[str], weights: Mapping[str, float]) -> Iterator[Group]:
     """Neighbouring rows of one step with one prompt."""
     numbers = re.findall(r"\d{1,9}", path.stem)
     step_of_file = int(numbers[-1]) if numbers else 0
 
-    def step_and_prompt(row: dict) -> tuple[float, str]:
+    def step_and_prompt(row: Row) -> tuple[float, str]:
         step = _number(row.get("step"))
-        prompt = repr(row.get("prompt"))
-        return step_of_file if step is None else step, prompt
+        if step is None:
+            step = step_of_file
+        prompt = row.get("prompt")
+        return step, repr(prompt)
 
     for (step, _), neighbours in itertools.groupby(rows, step_and_prompt):
         of_group = list(neighbours)
         first = of_group[0]
-        completions = [_row(row, rewards, weights) for row in of_group]
-        yield Group(step, _text(first.get("prompt")), completions, _thumbnails(first))
+        prompt = _text(first.get("prompt"))
+        completions = [_completion(row, rewards, weights) for row in of_group]
+        yield Group(step, prompt, completions, _thumbnails(first))
 
 
-def _row(row: dict[str, Any], rewards: list[str], weights: dict[str, float]) -> dict[str, Any]:
+def _completion(row: Row, rewards: list[str], weights: Mapping[str, float]) -> Completion:
+    """The completion of a row; its total is that of the rewards that have a value."""
     values = {name: _number(row.get(name)) for name in rewards}
-    scored = {name: value for name, value in values.items() if value is not None}
-    total = None
-    if scored:
-        total = sum(weights.get(name, 1.0) * value for name, value in scored.items())
+    weighted = []
+    for name, value in values.items():
+        if value is not None:
+            weight = weights.get(name, 1.0)
+            weighted.append(weight * value)
+    total = sum(weighted) if weighted else None
     return {
         "text": _text(row["completion"]),
         "rewards": values,
@@ -197,11 +235,12 @@ def _row(row: dict[str, Any], rewards: list[str], weights: dict[str, float]) -> 
     }
 
 
-def _further_columns(row: dict[str, Any], rewards: list[str]) -> dict[str, str]:
+def _further_columns(row: Row, rewards: list[str]) -> dict[str, str]:
     """The user's own columns as texts; those whose names promise a secret are left out."""
     columns = {}
     for name, value in row.items():
-        if value is None or name in _OWN_COLUMNS or name in rewards or is_secret_name(name):
+        is_shown_already = name in _OWN_COLUMNS or name in rewards
+        if value is None or is_shown_already or is_secret_name(name):
             continue
         text = value
         if not isinstance(value, str):
@@ -210,7 +249,7 @@ def _further_columns(row: dict[str, Any], rewards: list[str]) -> dict[str, str]:
     return columns
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """A finite number with six significant digits."""
     number = finite(value)
     if number is None or isinstance(number, int):
@@ -228,43 +267,46 @@ def _clipped(text: str) -> str:
     return f"{text[:half]}\n… {left_out:,} characters left out …\n{text[-half:]}"
 
 
-def _text(value: Any) -> Text:
+def _text(value: object) -> Text:
     """A prompt or a completion as a text, or as messages of role, content and calls."""
     if value is None:
         return ""
     if isinstance(value, str):
         return _clipped(value)
-    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+    is_list = isinstance(value, list) and bool(value)
+    if is_list and all(isinstance(message, dict) for message in value):
         return [_message(message) for message in value]
-    return _clipped(json.dumps(value, default=str, ensure_ascii=False))
+    as_json = json.dumps(value, default=str, ensure_ascii=False)
+    return _clipped(as_json)
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
+def _message(message: Mapping[str, object]) -> Message:
+    role = message.get("role", "")
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(map(_part, content))
-    shown: dict[str, Any] = {
-        "role": str(message.get("role", "")),
-        "text": _clipped(str(content)),
-    }
+    shown: Message = {"role": str(role), "text": _clipped(str(content))}
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        shown["calls"] = [_call(call) for call in calls]
+        shown["calls"] = list(map(_call, calls))
     name = message.get("name")
     if name:
         shown["name"] = str(name)
     return shown
 
 
-def _part(part: Any) -> str:
+def _part(part: object) -> str:
     """A part of a message's content: its text, or what else it is in brackets."""
     if not isinstance(part, dict):
         return str(part)
     text = part.get("text")
-    return f"[{part.get('type')}]" if text is None else str(text)
+    if text is not None:
+        return str(text)
+    part_type = part.get("type")
+    return f"[{part_type}]"
 
 
-def _call(call: Any) -> str:
+def _call(call: object) -> str:
     """`name(argument=value, ...)`; parquet gives every call the arguments of all calls, absent ones as null."""
     function = call
     if isinstance(call, dict):
@@ -273,19 +315,26 @@ def _call(call: Any) -> str:
         return _clipped(str(function))
     arguments = function.get("arguments") or {}
     if isinstance(arguments, dict):
-        present = {name: value for name, value in arguments.items() if value is not None}
-        arguments = ", ".join(f"{name}={json.dumps(value, default=str)}" for name, value in present.items())
+        present = []
+        for argument, value in arguments.items():
+            if value is not None:
+                written = json.dumps(value, default=str)
+                present.append(f"{argument}={written}")
+        arguments = ", ".join(present)
     name = function.get("name")
     return _clipped(f"{name}({arguments})")
 
 
-def _thumbnails(row: dict[str, Any]) -> list[str]:
+def _thumbnails(row: Row) -> list[str]:
     """Data URLs of the small images that a recipe has kept; those of other folders are left out."""
     if "prompt_json" not in row:
         return []
-    images = row.get("images") or []
-    encoded = [base64.b64encode(content).decode() for content in images if isinstance(content, bytes)]
-    return [f"data:image/jpeg;base64,{text}" for text in encoded]
+    urls = []
+    for content in row.get("images") or []:
+        if isinstance(content, bytes):
+            encoded = base64.b64encode(content)
+            urls.append(f"data:image/jpeg;base64,{encoded.decode()}")
+    return urls
 
 
 def _bytes(group: Group) -> int:
@@ -299,7 +348,8 @@ def _bytes(group: Group) -> int:
     return total
 
 
-def _bytes_of(value: Any) -> int:
+def _bytes_of(value: Text | dict[str, str]) -> int:
     if isinstance(value, str):
-        return len(value.encode(errors="replace"))
+        encoded = value.encode(errors="replace")
+        return len(encoded)
     return len(str(value))

@@ -5,7 +5,6 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -33,35 +32,47 @@ def write_report(folder: Path, target: Path, with_completions: bool = True) -> l
         What is missing, one line each.
     """
     run = read_run(folder)
-    completions = read_completions(folder, run, int(MEGABYTES * 1e6)) if with_completions else None
-    notes = run.notes if completions is None else [*run.notes, *completions.notes]
+    notes = list(run.notes)
+    has_completions = False
+    columns = None
+    if with_completions:
+        completions = read_completions(folder, run, int(MEGABYTES * 1e6))
+        notes += completions.notes
+        has_completions = bool(completions.groups)
+        columns = _columns(completions)
     charts, other_charts = charts_of(run)
-    data: dict[str, Any] = {
-        "charts": [asdict(chart) for chart in [*charts, *other_charts]],
-        "completions": None if completions is None else _columns(completions),
-    }
-    scripts = [*_bokeh(), (_HERE / "page.js").read_text(encoding="utf-8")]
+    lengths = [len(series.steps) for chart in charts for series in chart.series]
+    is_long = max(lengths, default=0) > 60
+    all_charts = [asdict(chart) for chart in (*charts, *other_charts)]
+    scripts = [*_bokeh(), _text_of("page.js")]
+    hashes = [f"'sha256-{_digest(script)}'" for script in scripts]
     environment = Environment(
         loader=PackageLoader(__package__, ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    text = environment.get_template("page.html").render(
+    template = environment.get_template("page.html")
+    text = template.render(
         run=run,
         counted=counted,
         charts=charts,
         further=other_charts,
         notes=notes,
-        smoothing=0.8 if any(len(series.steps) > 60 for chart in charts for series in chart.series) else 0,
-        has_completions=completions is not None and bool(completions.groups),
+        smoothing=0.8 if is_long else 0,
+        has_completions=has_completions,
         leaves_completions_out=not with_completions,
-        style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
-        scripts=[Markup(script) for script in scripts],
-        hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
-        data=Markup(embedded(data)),
+        style=Markup(_text_of("page.css")),
+        scripts=list(map(Markup, scripts)),
+        hashes=" ".join(hashes),
+        data=Markup(embedded({"charts": all_charts, "completions": columns})),
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(target) as scratch:
         scratch.write_bytes(text.encode("utf-8", "replace"))
     return notes
+
+
+def _text_of(name: str) -> str:
+    path = _HERE / name
+    return path.read_text(encoding="utf-8")
 
 
 def embedded(data: object) -> str:
@@ -73,7 +84,8 @@ def embedded(data: object) -> str:
 
 
 def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    digest = hashlib.sha256(script.encode())
+    return base64.b64encode(digest.digest()).decode()
 
 
 def _bokeh() -> list[str]:
@@ -84,30 +96,36 @@ def _bokeh() -> list[str]:
     return [(folder / name).read_text(encoding="utf-8") for name in ("bokeh.min.js", "bokeh-api.min.js")]
 
 
-def _columns(completions: Completions) -> dict[str, Any]:
+def _columns(completions: Completions) -> dict[str, object]:
     """The completions of a run by column, each prompt once."""
     prompts: dict[str, int] = {}
     texts = []
     groups = []
-    rows: dict[str, list] = {"text": [], "total": [], "advantage": [], "tokens": [], "cut": [], "others": []}
-    rewards: list[list] = [[] for _ in completions.rewards]
+    columns: dict[str, list] = {name: [] for name in ("text", "total", "advantage", "tokens", "cut", "others")}
+    rewards: dict[str, list] = {name: [] for name in completions.rewards}
     for group in completions.groups:
         key = json.dumps(group.prompt)
         if key not in prompts:
             prompts[key] = len(texts)
             texts.append(group.prompt)
-        groups.append([group.step, prompts[key], len(rows["text"]), len(group.rows), group.images])
+        first_row = len(columns["text"])
+        groups.append([group.step, prompts[key], first_row, len(group.rows), group.images])
         for row in group.rows:
-            for name, column in rows.items():
-                column.append(row[name] or None if name == "others" else row[name])
-            for name, column in zip(completions.rewards, rewards, strict=True):
+            values = {**row, "others": row["others"] or None}
+            for name, column in columns.items():
+                column.append(values[name])
+            for name, column in rewards.items():
                 column.append(row["rewards"].get(name))
-    # A column without any value is left out.
-    kept = {name: column for name, column in rows.items() if name == "text" or any(v is not None for v in column)}
+    rows: dict[str, list] = {"text": columns.pop("text")}
+    for name, column in columns.items():
+        is_empty = all(value is None for value in column)
+        if not is_empty:
+            rows[name] = column
+    rows["rewards"] = list(rewards.values())
     return {
         "rewards": completions.rewards,
         "prompts": texts,
         "groups": groups,
-        "rows": {**kept, "rewards": rewards},
+        "rows": rows,
         "recorded": completions.recorded,
     }

@@ -37,13 +37,15 @@ def in_one_line() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt as stop:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if _is_first_rank():
+            line = str(stop) or "stopped"
             below = "\n" if sys.stderr.isatty() else ""  # below the terminal's ^C
-            print(f"{below}{str(stop) or 'stopped'}", file=sys.stderr, flush=True)
+            print(f"{below}{line}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # Otherwise the interpreter's end would try again to write the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
         sys.exit(READER_GONE)
     except (UserError, ModuleNotFoundError) as error:
         line = _line_of(error)
@@ -61,11 +63,16 @@ def importing() -> Iterator[None]:
     bitsandbytes' warning about 4-bit products on a CPU is not printed. It comes at every import without another
     package, and has nothing to do with the run.
     """
-    if int(os.environ.get("RANK", "0")) == 0:
+    if _is_first_rank():
         print("loading torch, transformers and TRL", file=sys.stderr, flush=True)
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     with in_one_line():
         yield
+
+
+def _is_first_rank() -> bool:
+    rank = os.environ.get("RANK", "0")
+    return int(rank) == 0
 
 
 def _line_of(error: UserError | ModuleNotFoundError) -> str | None:
@@ -75,9 +82,13 @@ def _line_of(error: UserError | ModuleNotFoundError) -> str | None:
     module = (error.name or "").partition(".")[0]
     if module not in _EXTRAS:
         return None
+    extra = _EXTRAS[module]
     script = Path(sys.argv[0])  # of recipes/, or of the command itself
-    command = script.stem.replace("_", "-") if script.parent.name == "recipes" else " ".join(sys.argv[1:2])
-    return f"trl-fsdp-qlora {command} needs {module}: pip install 'trl-fsdp-qlora[{_EXTRAS[module]}]'"
+    if script.parent.name == "recipes":
+        command = script.stem.replace("_", "-")
+    else:
+        command = " ".join(sys.argv[1:2])
+    return f"trl-fsdp-qlora {command} needs {module}: pip install 'trl-fsdp-qlora[{extra}]'"
 
 
 def _is_first_rank_to_end() -> bool:
@@ -87,9 +98,12 @@ def _is_first_rank_to_end() -> bool:
     try:
         from torch.distributed import TCPStore
 
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
-        return store.add("trl_fsdp_qlora/user_error", 1) == 1
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
+        timeout = timedelta(seconds=5)
+        store = TCPStore(address, port, is_master=False, timeout=timeout)
+        ranks = store.add("trl_fsdp_qlora/user_error", 1)
+        return ranks == 1
     except (KeyError, ValueError, RuntimeError):  # a launcher without a store: every rank prints its line
         return True
 

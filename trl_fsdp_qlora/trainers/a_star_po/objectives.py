@@ -54,8 +54,10 @@ def advantage_weighted_loss(
         the scalar loss and the k3 estimate per token, shape `(B, C)`, detached.
     """
     kl_BC = _kl_estimate(logps_BC, ref_logps_BC, mask_BC)
-    policy_B = -advantage_B * (logps_BC * mask_BC).sum(1)
-    return (policy_B + beta * kl_BC.sum(1)).mean(), kl_BC.detach()
+    logps_B = (logps_BC * mask_BC).sum(1)
+    policy_B = -advantage_B * logps_B
+    loss_B = policy_B + beta * kl_BC.sum(1)
+    return loss_B.mean(), kl_BC.detach()
 
 
 def _kl_estimate(logps_BC: torch.Tensor, ref_logps_BC: torch.Tensor, mask_BC: torch.Tensor) -> torch.Tensor:
@@ -74,4 +76,6 @@ def normalised_advantage(target: torch.Tensor, epsilon: float = 1e-4) -> torch.T
     # the same size, so the quotient would not be small.
     if defined.numel() < 2 or defined.amin() == defined.amax():
         return torch.zeros_like(target)
-    return ((target - defined.mean()) / (defined.std() + epsilon)).nan_to_num(0.0)
+    centred = target - defined.mean()
+    scaled = centred / (defined.std() + epsilon)
+    return scaled.nan_to_num(0.0)

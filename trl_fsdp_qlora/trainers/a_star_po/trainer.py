@@ -155,11 +155,13 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def _draw(self, rows: list[dict], seed: int) -> list[list[float]]:
         samples = self.args.value_samples
         rows = [row for row in rows for _ in range(samples)]
-        prompt_ids = self._tokenize_prompts([row["prompt"] for row in rows])[0]
+        prompts = [row["prompt"] for row in rows]
+        prompt_ids, *_ = self._tokenize_prompts(prompts)
         with self._reference_policy() as (model, synced_gpus):
             ids = generate(model, prompt_ids, self._generation_config(), seed, synced_gpus=synced_gpus)
-        rewards = combine(self._rewards_of(rows, prompt_ids, ids).double(), self.reward_weights.cpu())
-        return rewards.view(-1, samples).tolist()
+        rewards_NK = self._rewards_of(rows, prompt_ids, ids).double()
+        rewards_N = combine(rewards_NK, self.reward_weights.cpu())
+        return rewards_N.view(-1, samples).tolist()
 
     def _generation_config(self) -> GenerationConfig:
         """Settings to sample the reference policy."""
@@ -185,11 +187,14 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         prompts = [row["prompt"] for row in rows]
         tokenizer = self.processing_class
         completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        if isinstance(prompts[0], list):  # of messages
+        are_messages = isinstance(prompts[0], list)
+        if are_messages and has_response_format(tokenizer):
+            completions = []
+            for prompt, answer in zip(prompt_ids, ids, strict=True):
+                message = trls.parse_response(tokenizer, answer, prefix=prompt)
+                completions.append([message])
+        elif are_messages:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-            if has_response_format(tokenizer):
-                pairs = zip(prompt_ids, ids, strict=True)
-                completions = [[trls.parse_response(tokenizer, answer, prefix=prompt)] for prompt, answer in pairs]
         # Values that a reward function logs during this call belong to no training step, so they are dropped.
         return rewards_of_rank(self, rows, prompts, completions, ids).float().cpu()
 
@@ -229,13 +234,17 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         rewards = self._weighted_rewards()
         first = self.accelerator.process_index * len(inputs)
         of_rank = slice(first, first + len(inputs))
-        target = self.accelerator.gather(rewards[of_rank] - values_B.to(self.accelerator.device))
-        advantage = normalised_advantage(target) if self.args.objective == "advantage_weighted" else target
+        target_of_rank = rewards[of_rank] - values_B.to(self.accelerator.device)
+        target = self.accelerator.gather(target_of_rank)
+        advantage = target
+        if self.args.objective == "advantage_weighted":
+            advantage = normalised_advantage(target)
         batch["advantages"] = advantage[of_rank]
         # TRL logged the spread within groups, but a group of one completion has none.
         self._metrics["train"].pop(GROUP_SPREAD, None)
         rewards, target, advantage = torch.stack([rewards, target, advantage]).cpu()
-        self._add_metrics({"v_star": (rewards - target).nanmean().item(), "advantage": target.nanmean().item()})
+        value = (rewards - target).nanmean()
+        self._add_metrics({"v_star": value.item(), "advantage": target.nanmean().item()})
         logged = self._logs["advantages"]
         for _ in range(min(len(target), len(logged))):
             logged.pop()
@@ -267,8 +276,11 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def _record_means(self, sums: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Log means over all ranks; `sums` are totals and counts by the names of metrics."""
-        pairs = torch.stack([torch.stack([total.detach().float(), count.float()]) for total, count in sums.values()])
-        means = self._metrics["train" if self.model.training else "eval"]
+        totals = torch.stack([total.detach().float() for total, _ in sums.values()])
+        counts = torch.stack([count.float() for _, count in sums.values()])
+        of_all = self.accelerator.reduce(torch.stack([totals, counts]), reduction="sum")
         # One wait for the device, where TRL's losses have ten: the means are there when the loss is.
-        for name, (total, count) in zip(sums, self.accelerator.reduce(pairs, reduction="sum").tolist(), strict=True):
+        totals, counts = of_all.tolist()
+        means = self._metrics["train" if self.model.training else "eval"]
+        for name, total, count in zip(sums, totals, counts, strict=True):
             means[name].append(total / max(count, 1))

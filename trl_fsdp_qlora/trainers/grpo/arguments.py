@@ -1,13 +1,12 @@
 """Refuse arguments of `EfficientGRPOTrainer` that would end a run later."""
 
 from collections.abc import Sized
-from typing import Any
 
-from ..starting.arguments import check_prompts
+from ..starting.arguments import Call, check_prompts
 from ..starting.input_checks import columns_of
 
 
-def check_call(call: dict[str, Any]) -> None:
+def check_call(call: Call) -> None:
     """Refuse a dataset from which a trainer cannot draw, and dynamic sampling of what it cannot draw again.
 
     Raises:

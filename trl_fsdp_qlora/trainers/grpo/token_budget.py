@@ -14,12 +14,20 @@ exact:
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
 
-from ...compat.trl_rollouts import COMPARED, IMPORTANCE_RATIO, LEARNING_MEANS, PHI_MEAN, ROWS, SCORED_MEANS
+from ...compat.trl_rollouts import (
+    COMPARED,
+    IMPORTANCE_RATIO,
+    LEARNING_MEANS,
+    PHI_MEAN,
+    ROWS,
+    SCORED_MEANS,
+    DrawnRows,
+)
 from ...scoring.token_selection import check_selection, select_tokens, step_generator
 from ..step.rows import OF_IMAGES, PerBatch
 
@@ -76,7 +84,7 @@ class LossTerms(NamedTuple):
         return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _options(args: "GRPOConfig") -> dict[str, Any]:
+def _options(args: "GRPOConfig") -> dict[str, str | float | int | bool | None]:
     """The options of [`select_tokens`] that a config sets, by the names of its parameters."""
     names = ("rate", "always_first", "max_tokens", "weighting")
     options = {name: getattr(args, f"token_selection_{name}") for name in names}
@@ -122,7 +130,7 @@ class Choice(NamedTuple):
     weight_BC: torch.Tensor | None
     counts: torch.Tensor
 
-    def masked(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def masked(self, inputs: DrawnRows) -> DrawnRows:
         """Inputs of a loss, whose old and reference log-probabilities are zero at tokens that are not scored."""
         inputs = dict(inputs)
         for key in COMPARED:
@@ -191,9 +199,7 @@ class TokenBudget:
             lines.append(("on", f"token selection: {selection}, rate {_options(self.args)['rate']}"))
         return lines
 
-    def choose(
-        self, inputs: dict[str, Any], terms: LossTerms, why_all: str | None, draw: tuple[int, int]
-    ) -> Choice | None:
+    def choose(self, inputs: DrawnRows, terms: LossTerms, why_all: str | None, draw: tuple[int, int]) -> Choice | None:
         """The tokens of a training micro-batch that are computed; `None` if all are.
 
         A second call for the same micro-batch returns the same tensors, unless something has changed.
@@ -224,15 +230,17 @@ class TokenBudget:
             logger.warning_once(f"Every token of every completion is computed, as in stock TRL: {why_not_skipped}.")
         self._logged = why_not_skipped
 
-    def _choice(self, inputs: dict[str, Any], strategy: str, skips: bool, draw: tuple[int, int]) -> Choice:
+    def _choice(self, inputs: DrawnRows, strategy: str, skips: bool, draw: tuple[int, int]) -> Choice:
         mask_BC = inputs["completion_mask"].bool()
         if "tool_mask" in inputs:
             mask_BC = mask_BC & inputs["tool_mask"].bool()
         learning_BC = mask_BC
         if skips:
             advantages = inputs["advantages"]
-            advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-            learning_BC = mask_BC & (advantages != 0).any(1, keepdim=True)
+            if advantages.dim() == 1:
+                advantages = advantages.unsqueeze(1)
+            has_advantage_B1 = (advantages != 0).any(1, keepdim=True)
+            learning_BC = mask_BC & has_advantage_B1
         scored_BC = learning_BC
         weight_BC = None
         if strategy != "all":
@@ -241,9 +249,11 @@ class TokenBudget:
             scored_BC, weight_BC = select_tokens(learning_BC, strategy, **options, generator=generator)
         scored = scored_BC.sum()
         rows = scored.new_full((), len(mask_BC))  # filled on the device: a copy from the host would synchronize
+        valid = mask_BC.sum()
         # TRL treats values with one column as one per completion, and its mean includes masked completions.
-        divisor = rows if mask_BC.shape[1] == 1 else mask_BC.sum()
-        counts = torch.stack([mask_BC.sum(), learning_BC.sum(), scored, rows, scored_BC.any(1).sum(), divisor])
+        divisor = rows if mask_BC.shape[1] == 1 else valid
+        scored_completions = scored_BC.any(1).sum()
+        counts = torch.stack([valid, learning_BC.sum(), scored, rows, scored_completions, divisor])
         return Choice(scored_BC, weight_BC, counts)
 
     def report(self, metrics: dict[str, list]) -> Callable[[list[float]], None]:

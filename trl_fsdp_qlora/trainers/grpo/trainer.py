@@ -14,13 +14,15 @@ from ...compat.trl_rollouts import (
     ROWS,
     SAMPLED_LOGPS,
     Generated,
+    generating_by,
     token_types_of_images,
     turn_of,
+    weighing,
     weighs_as_1_16,
+    with_rollout_func,
 )
 from ...errors import UserError
 from ...utils.nonfatal import nonfatal
-from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, groups_with_variance, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
@@ -63,7 +65,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
     method_on_card = "GRPO"
     # Whether the loss can be that of episodes of several rows.
     takes_rows = True
-    _episodes = None  # the rows of the episodes that are being drawn, if the template renders their history
+    # The rows of the episodes that are being drawn, if the template renders their history.
+    _episodes: list[list[dict]] | None = None
 
     @wraps(GRPOTrainer.__init__)
     def __init__(self, *positional, **named):
@@ -92,7 +95,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         # TRL computes the engine's importance weights here, with one more pass of the policy. If the loss's own pass
         # computes the same log-probabilities, the weights are computed there.
         weighs_here = self.vllm_importance_sampling_correction and not self._weighs_in_loss
-        overrides = {"vllm_importance_sampling_correction": weighs_here}
+        draws = nullcontext()
         if self.model.training and self.args.dynamic_sampling:
             # TRL reads these attributes in each batch, and a callback may have set them.
             is_varied = partial(
@@ -106,11 +109,11 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             self._pending_extra_logs.update(rows.extras())
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
-            overrides["_generate"] = lambda *_args, **_kwargs: rows.generated()
+            draws = generating_by(self, lambda *_args, **_kwargs: rows.generated())
         elif self.may_have_rows:
-            overrides["_generate"] = self._with_rows_noted(self._generate)
+            draws = generating_by(self, self._with_rows_noted(self._generate))
         try:
-            with replaced(self, **overrides):
+            with weighing(self, weighs_here), draws:
                 batch = stock(inputs)
             if self.trl_pass.rows_of_batch is not None:
                 batch[ROWS] = self.trl_pass.rows_of_batch
@@ -162,12 +165,14 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             if self.rollout_func is not None:
                 from ..rollouts.episodes import with_rows
 
-                stack.enter_context(replaced(self, rollout_func=with_rows(self.rollout_func)))
-            stack.enter_context(replaced(self, _episodes=None))
-            drawn = super()._generate(*args, **kwargs)
-            if self._episodes is not None:
-                Generated(*drawn[: len(Generated._fields)]).extra_fields[ROWS] = self._episodes
-            return drawn
+                stack.enter_context(with_rollout_func(self, with_rows(self.rollout_func)))
+            try:
+                drawn = super()._generate(*args, **kwargs)
+                if self._episodes is not None:
+                    Generated(*drawn[: len(Generated._fields)]).extra_fields[ROWS] = self._episodes
+            finally:
+                vars(self).pop("_episodes", None)  # `None` again, the class's
+        return drawn
 
     def _generate_single_turn(self, *args, **kwargs):
         stock = super()._generate_single_turn

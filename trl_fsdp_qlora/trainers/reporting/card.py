@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import yaml
@@ -75,7 +75,7 @@ def escape(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def changed_arguments(args: "TrainingArguments") -> dict[str, Any]:
+def changed_arguments(args: "TrainingArguments") -> dict[str, object]:
     """Fields of a config dataclass that differ from their defaults, plain, without paths and secrets."""
     changed = {}
     for item in fields(args):
@@ -168,7 +168,7 @@ class CardText:
     # --- results ---
 
     @property
-    def accuracy(self) -> dict[str, Any] | None:
+    def accuracy(self) -> dict[str, float | Sequence[float]] | None:
         """The accuracy that was measured of these very weights."""
         is_of_these_weights = self.info.accuracy_step in (None, self.state.global_step)
         return self.info.accuracy if is_of_these_weights else None

@@ -242,9 +242,11 @@ class TelemetryCallback(TrainerCallback):
         held = self._held
         self._held = []
         if held:
-            numbers = iter(torch.cat([sums_N.float() for sums_N, _ in held]).tolist())
+            sums = torch.cat([sums_N.float() for sums_N, _ in held])
+            numbers = iter(sums.tolist())
             for sums_N, finish in held:
-                finish(list(islice(numbers, len(sums_N))))
+                numbers_of_one = islice(numbers, len(sums_N))
+                finish(list(numbers_of_one))
         steps = self._steps
         self._steps = []
         for step in steps:
@@ -257,7 +259,8 @@ class TelemetryCallback(TrainerCallback):
             for name, value in figures.items():
                 self.metrics()[f"time/{name}_s"].append(value)
             if step.tokens:
-                self.metrics()["throughput/tokens_per_s"].append(step.tokens / seconds(step.begin, step.end))
+                tokens_per_s = step.tokens / seconds(step.begin, step.end)
+                self.metrics()["throughput/tokens_per_s"].append(tokens_per_s)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_started = self.clock.now() if self.clock.is_on else None
@@ -275,6 +278,8 @@ class TelemetryCallback(TrainerCallback):
         for name, value in self.clock.drain_peaks().items():
             self.metrics()[name].append(value)
         if self._step_started is not None:
-            self._steps.append(_Step(self.clock.drain_spans(), self._step_started, self.clock.now(), tokens))
+            spans = self.clock.drain_spans()
+            step = _Step(spans, self._step_started, self.clock.now(), tokens)
+            self._steps.append(step)
         if state.global_step % 1000 == 0:  # a run that never logs would hold the numbers of all its steps
             self.flush()

@@ -6,7 +6,7 @@ dataset in a random order before any prompt comes a second time.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -34,7 +34,7 @@ class DrawnRow(NamedTuple):
     completion_ids: list[int]
     completion: str | list[dict]
     logprobs: list[float] | None
-    extras: dict[str, Any]
+    extras: dict[str, object]
 
 
 def to_rows(generated: Generated, extras: dict[str, list]) -> list[DrawnRow]:

@@ -1,7 +1,7 @@
 """How often a generation batch is drawn, whether groups are whole in it, and its completions for a page of the run."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import Trainer
@@ -10,6 +10,10 @@ from ...prefix_sharing.sharing import PromptSharing
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
+
+
+# Of a generation batch, by name: a value for each completion, or several such columns by names of their own.
+DrawnColumns = dict[str, list | torch.Tensor | dict[str, list]]
 
 
 def generate_every(trainer: Trainer) -> int:
@@ -39,7 +43,7 @@ def lengths_and_ends(batch: Mapping[str, torch.Tensor], ends: list[int]) -> torc
     return torch.stack([tokens_B, was_cut_B], dim=1)
 
 
-def drawn_rows(logs: Mapping[str, Any], lengths_N2: torch.Tensor, has_images: bool) -> dict[str, Any]:
+def drawn_rows(logs: Mapping[str, Iterable | Mapping], lengths_N2: torch.Tensor, has_images: bool) -> DrawnColumns:
     """Columns of the generation batch that TRL has just put at the end of its `_logs`, with lengths and ends.
 
     If the batch has no images, those in `logs` are of an earlier one.

@@ -3,7 +3,7 @@
 from collections.abc import Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -14,7 +14,8 @@ from ...compat.trl import joined_images
 from ...compat.trl_rollouts import ROWS, check_batch, foreign_turn, rewarding_with, shuffling_by
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
-from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
+from ..saving.checkpoints import Rollouts
+from ..starting.arguments import Call, adapter_and_base, check_rewards, with_base_loaded
 from ..starting.input_checks import too_long
 from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
@@ -22,7 +23,7 @@ from ..step.rows import LossRows
 from ..step.trl_pass import Request, TrlPass
 from ..trainer_run import TrainerRun
 from .evaluation_metrics import CompletionMetrics, EvaluationMetrics
-from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
+from .generation_batches import DrawnColumns, drawn_rows, groups_feature, lengths_and_ends
 from .rewards import RewardValues, checked
 
 if TYPE_CHECKING:
@@ -81,9 +82,9 @@ class OnPolicyRun(TrainerRun):
         self.reward_values = RewardValues(self.reward_func_names)
         self.evaluation_metrics = EvaluationMetrics(compute_metrics, self.reward_func_names)
         self.keeps_drawn_rows = False
-        self.drawn_rows: dict[str, Any] | None = None
+        self.drawn_rows: DrawnColumns | None = None
 
-    def _engine_for(self, call: dict[str, Any]) -> AbstractContextManager:
+    def _engine_for(self, call: Call) -> AbstractContextManager:
         """A context in which TRL's constructor starts the vLLM engine that the arguments need.
 
         Raises:
@@ -112,7 +113,10 @@ class OnPolicyRun(TrainerRun):
     def train(self, *args, **kwargs):
         self.look_ahead.forget()  # a run that broke off may have left a plan
         with nullcontext() if self.ahead is None else self.ahead.run():
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
+        if line := self.reward_values.line_if_none():
+            logger.warning(line)  # no error: the script that trains goes on, as with TRL
+        return result
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
         # Called once before each optimizer step; the previous step may have ended early.
@@ -202,10 +206,12 @@ class OnPolicyRun(TrainerRun):
     def evaluation_loop(self, dataloader, *args, **kwargs):
         self.evaluation_metrics.begin()
         output = super().evaluation_loop(dataloader, *args, **kwargs)
-        rows = len(dataloader.dataset) if isinstance(dataloader.dataset, Sized) else None
-        metrics = self.evaluation_metrics.take(None if rows is None else rows * self.num_generations_eval)
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update({f"{prefix}_{name.removeprefix(f'{prefix}_')}": metrics[name] for name in metrics})
+        completions = None
+        if isinstance(dataloader.dataset, Sized):
+            completions = len(dataloader.dataset) * self.num_generations_eval
+        prefix = kwargs.get("metric_key_prefix", "eval") + "_"
+        for name, value in self.evaluation_metrics.take(completions).items():
+            output.metrics[prefix + name.removeprefix(prefix)] = value
         return output
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
@@ -256,7 +262,7 @@ class OnPolicyRun(TrainerRun):
 
     # --- saving and loading ------------------------------------------------------------------------------------------
 
-    def _rollouts_to_keep(self) -> dict[str, Any]:
+    def _rollouts_to_keep(self) -> Rollouts:
         return {
             "step": self._step,
             "buffer": self._buffered_inputs,
@@ -268,7 +274,7 @@ class OnPolicyRun(TrainerRun):
         if checkpoint is not None:
             self._take_rollouts(self.checkpointing.load_rollouts(checkpoint))
 
-    def _take_rollouts(self, rollouts: dict[str, Any] | None) -> None:
+    def _take_rollouts(self, rollouts: Rollouts | None) -> None:
         """Continue with the rollouts that a checkpoint kept; `None` if they cannot be used."""
         if rollouts is None:
             self._step = self.state.global_step * self.args.gradient_accumulation_steps  # the sampler's position

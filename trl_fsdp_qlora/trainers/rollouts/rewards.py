@@ -7,7 +7,6 @@ alone, by any loss.
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -57,7 +56,7 @@ class RewardValues:
         )
 
 
-def checked(function: object, name: str) -> Any:
+def checked(function: Callable, name: str) -> Callable:
     """A reward function that raises an error with its `name` if what it returns cannot be rewards.
 
     A reward model is returned as it is.
@@ -74,7 +73,7 @@ def checked(function: object, name: str) -> Any:
     return awaited if _is_async(function) else called
 
 
-def _checked_values(values: object, name: str) -> Any:
+def _checked_values(values: object, name: str) -> list:
     """What a reward function returned, for TRL; TRL's own errors for a text and for one number name no function.
 
     Raises:

@@ -3,7 +3,7 @@
 from collections.abc import Sized
 from contextlib import suppress
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
@@ -19,10 +19,13 @@ from ...fsdp2_qlora.loading import load_quantized_base
 from . import input_checks as checks
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from transformers import TrainingArguments
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 logger = get_logger(__name__)
 
+Config = TypeVar("Config", bound="TrainingArguments")
 Call = dict[str, Any]  # the arguments of a trainer's constructor, by the names that they have in TRL
 
 
@@ -52,7 +55,7 @@ def bound_to(stock: type, positional: tuple, named: Call, ours: tuple[str, ...] 
     return call
 
 
-def adapter_and_base(call: Call) -> tuple[Any, Any]:
+def adapter_and_base(call: Call) -> "tuple[PeftConfig | None, QuantizationConfigMixin | dict | None]":
     """The config of the adapter to train, and that of the base's quantization; `None` if there is none."""
     model = call["model"]
     peft_config = call.get("peft_config")
@@ -71,12 +74,14 @@ def adapter_and_base(call: Call) -> tuple[Any, Any]:
     return peft_config, call.get("quantization_config") or stored
 
 
-def _stored_with(model: Any) -> Any:
+def _stored_with(model: nn.Module | str) -> "QuantizationConfigMixin | dict | None":
     """How the weights of a model object are quantized; `None` for a model's name, and if they are not."""
     return quantization_of(model.config) if isinstance(model, nn.Module) else None
 
 
-def config_or_default(cls: type, args: "TrainingArguments | None", model: Any, suffix: str) -> Any:
+def config_or_default(
+    cls: type[Config], args: "TrainingArguments | None", model: nn.Module | str, suffix: str
+) -> Config:
     """`args`; if it is `None`, a config of class `cls` with a folder that is named after `model` and the method.
 
     Raises:

@@ -7,7 +7,7 @@ TRL only; packed passes are compared with padded ones on every TRL (`prefix_shar
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import trl
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compat import fsdp, trl_seams
 from ...compat.trl import INSTALL
-from ...compat.trl_rollouts import ROWS
+from ...compat.trl_rollouts import ROWS, DrawnRows
 from ...prefix_sharing.check import LIMITS_FP32, LIMITS_HALF, rounding_unit
 from ...prefix_sharing.dropout import without_dropout
 from ...prefix_sharing.problems import Status, is_out_of_memory, reason_of
@@ -72,7 +72,7 @@ def is_to_be_compared(trainer: "TrainerRun") -> bool:
     return True
 
 
-def compare_first_step(trainer: "TrainerRun", model: nn.Module, inputs: dict[str, Any]) -> None:
+def compare_first_step(trainer: "TrainerRun", model: nn.Module, inputs: DrawnRows) -> None:
     """Compare, and let the run continue as stock if the two ways differ. Collective.
 
     Args:
@@ -112,18 +112,22 @@ def forwards_as_stock(trainer: "TrainerRun") -> Iterator[None]:
             sharing.status = status
 
 
-def _telling(inputs: dict[str, Any]) -> dict[str, Any]:
+def _telling(inputs: DrawnRows) -> DrawnRows:
     """Inputs with advantages of both signs and, if there are several rows, one of zero, so that a fault has effect."""
     advantages = inputs.get("advantages")
     if advantages is None:  # DPO
         return inputs
-    rows = torch.arange(1, len(advantages) + 1, dtype=advantages.dtype, device=advantages.device)
-    values = torch.where(rows % 2 == 0, rows, -rows) / len(rows)
+    count = len(advantages)
+    numbers = torch.arange(1, count + 1, dtype=advantages.dtype, device=advantages.device)
+    of_both_signs = torch.where(numbers % 2 == 0, numbers, -numbers)
+    values = of_both_signs / count
     values[1:2] = 0
-    return {**inputs, "advantages": values.view(-1, *[1] * (advantages.ndim - 1)).expand_as(advantages)}
+    one_per_token = [1] * (advantages.ndim - 1)
+    values = values.view(count, *one_per_token)
+    return {**inputs, "advantages": values.expand_as(advantages)}
 
 
-def _difference(trainer: "TrainerRun", model: nn.Module, inputs: dict[str, Any]) -> str | None:
+def _difference(trainer: "TrainerRun", model: nn.Module, inputs: DrawnRows) -> str | None:
     """What differs between the two losses and their gradients; `None` if it may be rounding."""
     # Two objects with the trainer's attributes, so that what a loss sets is forgotten. One has this package's methods,
     # the other TRL's alone. The user's own are not called: they may count their calls.
@@ -146,7 +150,8 @@ def _difference(trainer: "TrainerRun", model: nn.Module, inputs: dict[str, Any])
         trainer.accelerator.backward(own)
         apart = _norm(parameters)
     loss, own = loss.item(), own.item()
-    if not abs(own - loss) <= limits["mean"] * LOSS_LIMIT * (1 + abs(loss)):
+    loss_limit = limits["mean"] * LOSS_LIMIT * (1 + abs(loss))
+    if not abs(own - loss) <= loss_limit:
         return f"the loss is {loss:.6g} by TRL and {own:.6g} by this package"
     if not apart <= limits["gradient"] * length:
         return f"the gradients have the norm {length:.3g} by TRL, and differ by {apart:.3g}"
@@ -174,23 +179,32 @@ def _separate_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 def _norm(parameters: list[nn.Parameter]) -> float:
     """The norm of all gradients together; of this rank's shards if they are sharded."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    return sum(float(torch.linalg.vector_norm(grad.float())) ** 2 for grad in local) ** 0.5
+    squares = 0.0
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        squares += float(torch.linalg.vector_norm(gradient.float())) ** 2
+    return squares**0.5
 
 
 @contextmanager
 def _leaving_no_trace(trainer: "TrainerRun") -> Iterator[None]:
     """In the block a trainer plans no step; then metrics and random numbers are as before."""
-    lengths = {mode: {name: len(values) for name, values in of.items()} for mode, of in trainer._metrics.items()}
+    lengths = {}
+    for mode, metrics in trainer._metrics.items():
+        lengths[mode] = {name: len(values) for name, values in metrics.items()}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(trainer.telemetry.forgetting())
         if hasattr(trainer, "look_ahead"):
             stack.enter_context(trainer.look_ahead.planning_nothing())
         yield
-    for mode, of in trainer._metrics.items():
-        for name in list(of):
-            del of[name][lengths[mode].get(name, 0) :]
-            if not of[name]:
-                del of[name]
+    for mode, metrics in trainer._metrics.items():
+        for name in list(metrics):
+            before = lengths[mode].get(name, 0)
+            del metrics[name][before:]
+            if not metrics[name]:
+                del metrics[name]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sized
 from math import inf
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
@@ -20,7 +20,7 @@ from ...utils.plain import counted
 if TYPE_CHECKING:
     from datasets import IterableDataset
     from peft import PeftConfig
-    from transformers import TrainingArguments
+    from transformers import PretrainedConfig, TrainingArguments
 
 PICTURES = {"image", "images"}  # columns of rows with pictures, in TRL
 _ROWS = 10_000  # read at once
@@ -54,12 +54,13 @@ def mistakes(config: "TrainingArguments") -> list[str]:
     lines = []
     for name, (is_meant, reason) in _MEANT.items():
         value = vars(config).get(name)
-        if isinstance(value, Real) and not isinstance(value, bool) and not is_meant(value):
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if is_number and not is_meant(value):
             lines.append(f"{name}={value} can only be a mistake: {reason}")
     return lines
 
 
-def too_long(max_completion_length: int | None, model_config: Any) -> str | None:
+def too_long(max_completion_length: int | None, model_config: "PretrainedConfig") -> str | None:
     """A line if completions are longer than all positions of a model; `None` if not, or if it has no such number.
 
     Scaled rotary tables reach further than the config's number.
@@ -169,7 +170,7 @@ def language_model_only(
     model: PreTrainedModel | str,
     revision: str | None = None,
     dataset: "Dataset | IterableDataset | None" = None,
-) -> Any:
+) -> "PeftConfig | None":
     """`peft_config`, with `all-linear` limited to the language model of a class that takes images, too.
 
     Layers that a text run does not compute would have adapters without a gradient, which DDP refuses. If the rows of

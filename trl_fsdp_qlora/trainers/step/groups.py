@@ -6,12 +6,10 @@ import torch
 from torch.utils.data import Sampler
 
 from ...compat import trl as trls
+from ...compat.trl_rollouts import DrawnRows
 from ...prefix_sharing.batch import PER_IMAGE
 from ...prefix_sharing.image_keys import fingerprints
 from ...scoring.transfer import to_device
-
-# What TRL's `_generate_and_score_completions` returns, and slices of it.
-DrawnRows = dict[str, torch.Tensor | Sequence | None]
 
 
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:
@@ -44,11 +42,16 @@ def micro_batches(batch: DrawnRows, group_size: int, rank: int, count: int) -> l
     by_row = shuffled_groups(batch, group_size, rank)
     size = len(by_row["prompt_ids"]) // count
 
-    def part(value, first: int):
-        is_scalar = value is None or (isinstance(value, torch.Tensor) and value.ndim == 0)
-        return value if is_scalar else value[first : first + size]
+    slices = []
+    for i in range(count):
+        rows = slice(i * size, (i + 1) * size)
+        slices.append({key: value if _is_scalar(value) else value[rows] for key, value in by_row.items()})
+    return slices
 
-    return [{key: part(value, i * size) for key, value in by_row.items()} for i in range(count)]
+
+def _is_scalar(value: torch.Tensor | Sequence | None) -> bool:
+    """Whether a value of a batch is one for all of its rows."""
+    return value is None or (isinstance(value, torch.Tensor) and value.ndim == 0)
 
 
 def shuffled_groups(batch: DrawnRows, group_size: int, rank: int) -> DrawnRows:
@@ -67,13 +70,11 @@ def shuffled_groups(batch: DrawnRows, group_size: int, rank: int) -> DrawnRows:
     order = group_permutation(rows, group_size, rank_offset=rank * rows)
 
     def permute(value):
-        if value is None:
-            return None
-        if not isinstance(value, torch.Tensor):
-            return [value[i] for i in order]
-        if value.ndim == 0:
+        if _is_scalar(value):
             return value
-        return value[to_device(order, value.device)]
+        if isinstance(value, torch.Tensor):
+            return value[to_device(order, value.device)]
+        return [value[i] for i in order]
 
     return {key: permute(value) for key, value in by_row.items()}
 

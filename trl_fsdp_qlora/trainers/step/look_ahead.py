@@ -7,7 +7,7 @@ plans the scores of all micro-batches up to the optimizer step, and the pass of 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +18,7 @@ from ...compat.trl import is_tested
 from ...prefix_sharing.batch import Batch
 from ...prefix_sharing.problems import CannotPack, Scope
 from ...prefix_sharing.sharing import PromptSharing
-from .rows import EpisodeRows, LossRows, episode_rows, equally_many
+from .rows import Arguments, EpisodeRows, LossRows, episode_rows, equally_many
 from .step_scores import StepScores
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class LookAhead:
             self.scores.finish_backward(model, self.accelerator.autocast, self.accelerator.no_sync)
 
     def scores_of(
-        self, sharing: PromptSharing, request: "Request", arguments: dict[str, Any]
+        self, sharing: PromptSharing, request: "Request", arguments: Arguments
     ) -> "FusedCausalLMOutput | None":
         """The scores of the current micro-batch, if they are computed with those of others.
 
@@ -166,7 +166,7 @@ class LookAhead:
         self.scores.finish()  # what earlier passes owe to shared beginnings
         self.scores = None
 
-    def _why_not_planned(self, number: int, request: "Request", arguments: dict[str, Any]) -> str | None:
+    def _why_not_planned(self, number: int, request: "Request", arguments: Arguments) -> str | None:
         """Why a call is not the one whose scores were planned for this micro-batch; `None` if it is."""
         if self._versions[number] != _tensor_versions(request.inputs) or not self.scores.comes_next(number):
             return (
@@ -203,15 +203,16 @@ class LookAhead:
         default_limit = None
         if self._rows[0] is not None:
             default_limit = max(rows.padded_tokens for rows in self._rows)
-            batches = [rows.batch(batch) for rows, batch in zip(self._rows, batches, strict=True)]
-            batches = equally_many(batches)
+            of_rows = [rows.batch(batch) for rows, batch in zip(self._rows, batches, strict=True)]
+            batches = equally_many(of_rows)
         plan = sharing.plan_step(batches, limit, one_by_one=self.one_by_one, default_limit=default_limit)
         if plan is None:
             return None
-        return StepScores(plan, batches, count == left_in_update, sharing.packed_model.router_losses)
+        ends_update = count == left_in_update
+        return StepScores(plan, batches, ends_update, sharing.packed_model.router_losses)
 
 
-def _is_alike(value: object, planned: Any, looks_at_values: bool) -> bool:
+def _is_alike(value: object, planned: object, looks_at_values: bool) -> bool:
     """Whether an argument of the model is as planned.
 
     Tensors are compared by their shapes, and once also by their values, because a device would wait for every
@@ -219,7 +220,9 @@ def _is_alike(value: object, planned: Any, looks_at_values: bool) -> bool:
     """
     if not isinstance(value, torch.Tensor) or not isinstance(planned, torch.Tensor):
         return value is planned or (type(value) is type(planned) and value == planned)
-    return value.shape == planned.shape and (not looks_at_values or torch.equal(value, planned))
+    if value.shape != planned.shape:
+        return False
+    return torch.equal(value, planned) if looks_at_values else True
 
 
 def _tensor_versions(inputs: dict) -> list[tuple[int, int]]:
@@ -228,5 +231,10 @@ def _tensor_versions(inputs: dict) -> list[tuple[int, int]]:
     The list changes if a micro-batch is changed, because a write to a tensor raises the tensor's version.
     """
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
-    tensors = [inputs[name] for name in names if name in inputs]
-    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
+    versions = []
+    for name in names:
+        if name in inputs:
+            tensor = inputs[name]
+            version = 0 if tensor.is_inference() else tensor._version
+            versions.append((id(tensor), version))
+    return versions

@@ -9,16 +9,18 @@ all that differs: a pass computes the rows, and the scores of their sampled toke
 Suffixes of shapes: B episodes, C columns of their completions, R rows, L columns of a row, N sampled tokens.
 """
 
+import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...compat import trl as trls
-from ...compat.trl_rollouts import ROWS
+from ...compat.trl_rollouts import ROWS, DrawnRows
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
 from ...prefix_sharing.ranks import reduced_over_ranks
 from ...scoring.transfer import to_device
@@ -33,6 +35,8 @@ OF_IMAGES = (
 # Arguments of a call with an entry per token.
 OF_TOKENS = ("input_ids", "attention_mask", "labels")
 
+# Those of a call of the model, or of TRL's pass, by their names.
+Arguments = dict[str, torch.Tensor | Sequence | int | bool | None]
 # `input_ids` and `sampled_mask`, both `(L,)`: what a model saw and wrote, and which of these tokens it wrote.
 Row = dict[str, torch.Tensor]
 
@@ -47,17 +51,23 @@ class EpisodeRows:
 
     def __init__(self, episodes: Sequence[list[Row]], width: int):
         rows = [row for episode in episodes for row in episode]
-        ids, sampled = (torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], True) for name in rows[0])
-        lengths_R = torch.tensor([len(row["input_ids"]) for row in rows])
+        ids_of_rows = [row["input_ids"] for row in rows]
+        sampled_of_rows = [row["sampled_mask"] for row in rows]
+        lengths_R1 = torch.tensor([len(ids) for ids in ids_of_rows]).unsqueeze(1)
         self.episodes = len(episodes)
-        self.input_ids_RL = ids
-        self.attention_mask_RL = (torch.arange(ids.shape[1]) < lengths_R[:, None]).long()
-        row_N, column_N = sampled.nonzero(as_tuple=True)
-        episode_R = torch.repeat_interleave(torch.tensor([len(episode) for episode in episodes]))
+        self.input_ids_RL = pad_sequence(ids_of_rows, batch_first=True)
+        columns = torch.arange(self.input_ids_RL.shape[1])
+        self.attention_mask_RL = (columns < lengths_R1).long()
+
+        sampled_RL = pad_sequence(sampled_of_rows, batch_first=True)
+        row_N, column_N = sampled_RL.nonzero(as_tuple=True)
+        rows_of_episodes = torch.tensor([len(episode) for episode in episodes])
+        episode_R = torch.repeat_interleave(rows_of_episodes)
         episode_N = episode_R[row_N]
         first_N = torch.searchsorted(episode_N, episode_N)  # the first sampled token of the same episode
+        place_in_episode_N = torch.arange(len(row_N)) - first_N
         self._place_N = row_N, column_N
-        self._place_in_batch_N = episode_N, torch.arange(len(row_N)) - first_N - width  # counted from the last column
+        self._place_in_batch_N = episode_N, place_in_episode_N - width  # counted from the last column
 
     @property
     def width(self) -> int:
@@ -69,26 +79,36 @@ class EpisodeRows:
         """The tokens of a batch with one row for each episode, as long as the longest."""
         return self.episodes * self.width
 
-    def slices(self, limit: int, device: torch.device) -> list[slice]:
-        """Slices of rows, of no more padded tokens than `limit`, or of one row; equally many on every rank.
+    def slices(self, limit: int, device: torch.device) -> tuple[list[slice], list[slice]]:
+        """Slices of all rows, of no more padded tokens than `limit`, or of one row; and slices that only fill up.
 
-        A rank that needs fewer slices than another computes its last row again. Collective.
+        Every rank has equally many of both together: one that needs fewer slices than another computes its last row
+        again. Collective.
         """
         count = len(self.input_ids_RL)
         rows = max(1, limit // self.width)
         slices = [slice(first, first + rows) for first in range(0, count, rows)]
-        most = int(reduced_over_ranks([len(slices)], device)[0])
-        return slices + [slice(count - 1, count)] * (most - len(slices))
+        most, *_ = reduced_over_ranks([len(slices)], device)
+        last_row = slice(count - 1, count)
+        missing = int(most) - len(slices)
+        return slices, missing * [last_row]
 
-    def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, arguments: Arguments) -> Arguments:
         """The arguments of a fused call for these rows, from those of TRL's batch."""
         labels_BT = arguments["labels"]
         device = labels_BT.device
-        ids_RL, mask_RL = (to_device(x, device) for x in (self.input_ids_RL, self.attention_mask_RL))
+        place_N = self._to(self._place_N, device)
+        place_in_batch_N = self._to(self._place_in_batch_N, device)
+        ids_RL = to_device(self.input_ids_RL, device)
         labels_RL = torch.full_like(ids_RL, IGNORED_LABEL)
-        labels_RL[self._to(self._place_N, device)] = labels_BT[self._to(self._place_in_batch_N, device)]
         # TRL masks a completion as a whole, and its tokens have no labels then.
-        return {**arguments, **dict(zip(OF_TOKENS, (ids_RL, mask_RL, labels_RL), strict=True))}
+        labels_RL[place_N] = labels_BT[place_in_batch_N]
+        return {
+            **arguments,
+            "input_ids": ids_RL,
+            "attention_mask": to_device(self.attention_mask_RL, device),
+            "labels": labels_RL,
+        }
 
     def batch(self, batch: Batch) -> Batch:
         """The rows of a batch of TRL's."""
@@ -105,11 +125,13 @@ class EpisodeRows:
         place_in_batch_N = self._to(self._place_in_batch_N, labels_BT.device)
         values = {}
         for name in ("log_probs", "entropy"):
-            x_RL = vars(output)[name]
-            if x_RL is not None:
-                x_BT = x_RL.new_zeros(len(labels_BT), labels_BT.shape[1] - 1)
-                # The score of a token is in the column of the token before it, in both batches.
-                values[name] = x_BT.index_put(place_in_batch_N, x_RL[row_N, column_N - 1])
+            values_RL = vars(output)[name]
+            if values_RL is None:
+                continue
+            # The score of a token is in the column of the token before it, in both batches.
+            values_N = values_RL[row_N, column_N - 1]
+            zeros_BT = values_RL.new_zeros(len(labels_BT), labels_BT.shape[1] - 1)
+            values[name] = zeros_BT.index_put(place_in_batch_N, values_N)
         return trls.FusedCausalLMOutput(**values, aux_loss=output.aux_loss)
 
     @staticmethod
@@ -117,19 +139,27 @@ class EpisodeRows:
         return tuple(to_device(x, device) for x in place_N)
 
 
-def episode_rows(inputs: dict[str, Any]) -> EpisodeRows | None:
+def episode_rows(inputs: DrawnRows) -> EpisodeRows | None:
     """The rows of a micro-batch; `None` if each episode has one row."""
     episodes = inputs.get(ROWS)
     return None if episodes is None else EpisodeRows(episodes, inputs["completion_ids"].shape[1])
 
 
-def joined(outputs: "list[trls.FusedCausalLMOutput]") -> "trls.FusedCausalLMOutput":
-    """The output of slices of rows as that of all rows; the router loss is the mean over slices, as in TRL."""
-    values = {name: [vars(output)[name] for output in outputs] for name in ("log_probs", "entropy", "aux_loss")}
-    router_losses = values.pop("aux_loss")
-    tensors = {name: torch.cat(parts) for name, parts in values.items() if parts[0] is not None}
-    aux_loss = None if router_losses[0] is None else torch.stack(router_losses).mean()
-    return trls.FusedCausalLMOutput(**tensors, aux_loss=aux_loss)
+def joined(outputs: "list[trls.FusedCausalLMOutput]", count: int) -> "trls.FusedCausalLMOutput":
+    """The output of slices of rows as that of all rows.
+
+    The router loss is the mean over the first `count` slices, as TRL's of a batch that it slices; what follows them
+    fills up.
+    """
+    first = outputs[0]
+    values = {}
+    for name in ("log_probs", "entropy"):
+        if vars(first)[name] is not None:
+            values[name] = torch.cat([vars(output)[name] for output in outputs])
+    if first.aux_loss is not None:
+        router_losses = torch.stack([output.aux_loss for output in outputs[:count]])
+        values["aux_loss"] = router_losses.mean()
+    return trls.FusedCausalLMOutput(**values)
 
 
 def equally_many(batches: list[Batch]) -> list[Batch]:
@@ -138,17 +168,19 @@ def equally_many(batches: list[Batch]) -> list[Batch]:
     The passes of an optimizer step are a number of rows each, and every rank runs equally many. Rows without tokens
     are added, which cost nothing. Collective.
     """
-    most = reduced_over_ranks([max(len(batch.input_ids) for batch in batches)], batches[0].input_ids.device)
-    count = _divisible(int(most[0]))
+    device = batches[0].input_ids.device
+    most_here = max(len(batch.input_ids) for batch in batches)
+    most, *_ = reduced_over_ranks([most_here], device)
+    count = _divisible(int(most))
     width = max(batch.input_ids.shape[1] for batch in batches)
+    filling = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED_LABEL}
     equal = []
     for batch in batches:
         rows, columns = batch.input_ids.shape
-        added = (0, width - columns, 0, count - rows)
-        filling = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED_LABEL}
-        tensors = {
-            name: torch.nn.functional.pad(x, added, value=filling[name]) for name, x in batch.of_tokens().items()
-        }
+        added = (0, width - columns, 0, count - rows)  # columns on the right, rows at the end
+        tensors = {}
+        for name, values in batch.of_tokens().items():
+            tensors[name] = torch.nn.functional.pad(values, added, value=filling[name])
         equal.append(replace(batch, **tensors))
     return equal
 
@@ -156,10 +188,10 @@ def equally_many(batches: list[Batch]) -> list[Batch]:
 def _divisible(rows: int) -> int:
     """The next number that has several divisors: a batch is cut into parts of equally many rows."""
     multiple = max(divisor for divisor in (1, 2, 4, 12) if divisor <= rows)
-    return -(-rows // multiple) * multiple
+    return math.ceil(rows / multiple) * multiple
 
 
-def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
+def padded_batch(inputs: DrawnRows) -> Arguments:
     """A micro-batch as the arguments of `GRPOTrainer._get_per_token_logps_and_entropies`."""
     return {
         "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
@@ -178,14 +210,16 @@ class LossRows(NamedTuple):
         router_loss: whether the loss has a router loss.
     """
 
-    inputs: dict[str, Any]
+    inputs: DrawnRows
     scored_BC: torch.Tensor | None = None
     router_loss: bool = False
 
     def batch(self) -> Batch:
         """The rows as the loss's pass calls the model with them."""
         vision = padded_batch(self.inputs)
-        input_ids, attention_mask, width = map(vision.pop, ("input_ids", "attention_mask", "logits_to_keep"))
+        input_ids = vision.pop("input_ids")
+        attention_mask = vision.pop("attention_mask")
+        width = vision.pop("logits_to_keep")
         labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)
         labels[:, :-width] = IGNORED_LABEL
         if self.scored_BC is not None:
@@ -205,11 +239,12 @@ class PerBatch(Generic[T]):
     def get(self, tensors: Sequence[torch.Tensor], key: Hashable, make: Callable[[], T]) -> T:
         """The value that was made of these tensors with this `key`; `make()` if there is none yet."""
         # A write to a tensor raises its version.
-        key = (key, *(0 if tensor.is_inference() else tensor._version for tensor in tensors))
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        key = (key, *versions)
         first, *others = tensors
-        known_others, known_key, value = self._values.get(first, ((), None, None))
-        if known_key == key and all(map(operator.is_, others, known_others)):
-            return value
+        last_others, last_key, last_value = self._values.get(first, ((), None, None))
+        if last_key == key and all(map(operator.is_, others, last_others)):
+            return last_value
         value = make()
         self._values[first] = (others, key, value)
         return value

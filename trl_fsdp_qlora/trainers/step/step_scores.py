@@ -15,7 +15,7 @@ the first. So the trainer can look ahead: it knows which tokens each micro-batch
 In both cases TRL's loss sees each micro-batch unchanged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compat import trl as trls
 from ...compat.fsdp import ddp_reduces
 from ...prefix_sharing.batch import Batch, Instructions
-from ...prefix_sharing.passes import Plan, Run
+from ...prefix_sharing.passes import PassPlan, PlannedForwards
 from ...prefix_sharing.prefix_cache import (
     GradAccumulator,
     attach_collected,
@@ -72,15 +72,15 @@ class StepScores:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PassPlan,
         batches: list[Batch],
         ends_update: bool,
         router_losses: Callable[[torch.Tensor], torch.Tensor],
     ):
         self.plan = plan
-        self.run = Run(plan)
+        self.run = PlannedForwards(plan)
         # If a batch is cut, a loss needs all of its values before there is a gradient.
-        self.without_gradients = Run(plan, ties_ends=False) if plan.passes_per_batch > 1 else None
+        self.without_gradients = PlannedForwards(plan, ties_ends=False) if plan.passes_per_batch > 1 else None
         self.router_losses = router_losses
         self.batches = batches
         self.ends_update = ends_update
@@ -126,8 +126,9 @@ class StepScores:
         first = number * self.plan.batches_per_pass
         last = first + self.plan.batches_per_pass
         batches = self.batches[first:last]
-        output = _run_pass(self.run, number, model, Batch.joined(batches), PassRecord(), self._is_last(last))
         rows = [len(batch.input_ids) for batch in batches]
+        joined = Batch.joined(batches)
+        output = _run_pass(self.run, number, model, joined, PassRecord(), reduces=self._is_last(last))
         router_losses = None if output.aux_loss is None else self.router_losses(output.aux_loss)
         parts, self._collected = _parts(output, rows, router_losses)
         return dict(enumerate(parts, first))
@@ -139,29 +140,36 @@ class StepScores:
         with torch.no_grad():
             passes, batches = self._passes(number)
             record = PassRecord()
-            outputs = [
-                _run_pass(self.without_gradients, index, model, batch, record)
-                for index, batch in zip(passes, batches, strict=True)
-            ]
+            outputs = []
+            for index, batch in zip(passes, batches, strict=True):
+                outputs.append(_run_pass(self.without_gradients, index, model, batch, record))
         parts = [_tensors(output) for output in outputs]
-        values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        values = {}
+        for name in parts[0]:
+            values[name] = torch.cat([part[name] for part in parts])
         # A loss may take gradients of these two only.
-        constants = {name: values[name].requires_grad_() for name in ("log_probs", "entropy") if name in values}
-        sums = None
+        constants = {}
+        for name in ("log_probs", "entropy"):
+            if name in values:
+                constants[name] = values[name].requires_grad_()
+        router_sums = None
         if outputs[0].aux_loss is not None:
-            sums = torch.stack([output.aux_loss for output in outputs]).sum(0).requires_grad_()
-            values["aux_loss"] = self.router_losses(sums)[0]
-        self._cut = _CutScores(number, constants, sums, draws)
+            sums_of_passes = torch.stack([output.aux_loss for output in outputs])
+            router_sums = sums_of_passes.sum(0).requires_grad_()
+            values["aux_loss"] = self.router_losses(router_sums)[0]
+        self._cut = _CutScores(number, constants, router_sums, draws)
         return trls.FusedCausalLMOutput(**{**values, **constants})
 
     def _passes(self, number: int) -> tuple[range, list[Batch]]:
         """The passes of a micro-batch, and the rows that each pass scores."""
         count = self.plan.passes_per_batch
-        passes = range(number * count, (number + 1) * count)
+        first_pass = number * count
+        passes = range(first_pass, first_pass + count)
         batch = self.batches[number]
         rows_of_pass = self.plan.rows_of_pass
-        first = rows_of_pass[passes[0]][0]
-        return passes, [batch.rows(rows_of_pass[index] - first) for index in passes]
+        first_row = rows_of_pass[first_pass][0]
+        batches = [batch.rows(rows_of_pass[index] - first_row) for index in passes]
+        return passes, batches
 
     def finish_backward(self, model: nn.Module, autocast: ContextFactory, without_sync: ContextFactory) -> None:
         """Run the backward of a micro-batch's passes after the backward of its loss, if the micro-batch was cut.
@@ -193,22 +201,13 @@ class StepScores:
                 with autocast():
                     reduces = is_last_pass and self._is_last(cut.number + 1)
                     output = _run_pass(self.run, index, model, batch, record, reduces)
-                values = _tensors(output)
-                pairs = [
-                    (values[name], constant.grad[rows])
-                    for name, constant in cut.constants.items()
-                    if constant.grad is not None and values[name].requires_grad
-                ]
-                if cut.router_sums is not None and cut.router_sums.grad is not None and output.aux_loss.requires_grad:
-                    # The sums of the micro-batch are the sum of all passes' sums.
-                    pairs.append((output.aux_loss, cut.router_sums.grad))
-                torch.autograd.backward([value for value, _ in pairs], [owed.to(value.dtype) for value, owed in pairs])
+                _backward_of_pass(output, cut, rows)
                 # Otherwise the tensors of this pass's graph would stay in memory during the next pass.
-                del output, values, pairs
+                del output
 
 
 def _run_pass(
-    run: Run,
+    run: PlannedForwards,
     number: int,
     model: nn.Module,
     batch: Batch,
@@ -235,9 +234,31 @@ def _run_pass(
     return output
 
 
+def _backward_of_pass(output: "FusedCausalLMOutput", cut: _CutScores, rows: slice) -> None:
+    """The backward of a pass of a cut micro-batch, from the gradients of its `rows` of the micro-batch's scores."""
+    values = _tensors(output)
+    tensors = []
+    gradients = []
+    for name, constant in cut.constants.items():
+        if constant.grad is not None and values[name].requires_grad:
+            tensors.append(values[name])
+            gradients.append(constant.grad[rows])
+    has_router_loss = cut.router_sums is not None and cut.router_sums.grad is not None
+    if has_router_loss and output.aux_loss.requires_grad:
+        # The sums of the micro-batch are the sum of all passes' sums.
+        tensors.append(output.aux_loss)
+        gradients.append(cut.router_sums.grad)
+    in_dtype = [gradient.to(tensor.dtype) for tensor, gradient in zip(tensors, gradients, strict=True)]
+    torch.autograd.backward(tensors, in_dtype)
+
+
 def _tensors(output: "FusedCausalLMOutput") -> dict[str, torch.Tensor]:
     """The values `(B, L - 1)` of an output."""
-    return {name: value for name, value in vars(output).items() if isinstance(value, torch.Tensor) and value.ndim == 2}
+    tensors = {}
+    for name, value in vars(output).items():
+        if isinstance(value, torch.Tensor) and value.ndim == 2:
+            tensors[name] = value
+    return tensors
 
 
 def _parts(
@@ -250,20 +271,19 @@ def _parts(
         rows: number of rows of each of the M micro-batches.
         router_losses: of the micro-batches, `(M,)`; `None` if they have none.
     """
-    pieces: list[dict] = [{} for _ in rows]
-    owed = []
+    parts_by_name: dict[str, Sequence[torch.Tensor]] = {}
     for name, value in _tensors(output).items():
-        split = value.split(rows)
-        for piece, part in zip(pieces[:-1], split[:-1], strict=True):
-            accumulator = GradAccumulator()
-            piece[name] = detach_and_collect(part, accumulator)
-            owed.append((part, accumulator))
-        pieces[-1][name] = split[-1]
+        parts_by_name[name] = value.split(rows)
     if router_losses is not None:
-        for piece, loss in zip(pieces[:-1], router_losses[:-1], strict=True):
+        parts_by_name["aux_loss"] = [router_losses[number] for number in range(len(rows))]
+    *earlier, last = [{} for _ in rows]
+    owed = []
+    for name, parts in parts_by_name.items():
+        *parts_of_earlier, last[name] = parts
+        for values, part in zip(earlier, parts_of_earlier, strict=True):
             accumulator = GradAccumulator()
-            piece["aux_loss"] = detach_and_collect(loss, accumulator)
-            owed.append((loss, accumulator))
-        pieces[-1]["aux_loss"] = router_losses[-1]
-    pieces[-1]["log_probs"] = attach_collected(pieces[-1]["log_probs"], owed)
-    return [trls.FusedCausalLMOutput(**piece) for piece in pieces], owed
+            values[name] = detach_and_collect(part, accumulator)
+            owed.append((part, accumulator))
+    last["log_probs"] = attach_collected(last["log_probs"], owed)
+    outputs = [trls.FusedCausalLMOutput(**values) for values in (*earlier, last)]
+    return outputs, owed

@@ -7,7 +7,7 @@ the model's place. Then the values are finished: ties, weights on gradients, imp
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from ...compat.peft import is_reference
 from ...compat.signatures import parameters_of
 from ...compat.trl import INSTALL, is_tested
-from ...compat.trl_rollouts import ROWS
+from ...compat.trl_rollouts import ROWS, DrawnRows
 from ...errors import UserError
 from ...prefix_sharing.batch import IGNORED_LABEL, Instructions
 from ...prefix_sharing.image_keys import fingerprints
@@ -24,7 +24,7 @@ from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
 from ..reporting.phases import PhaseTimer
 from .look_ahead import LookAhead
-from .rows import OF_IMAGES, OF_TOKENS, EpisodeRows, Row, joined
+from .rows import OF_IMAGES, OF_TOKENS, Arguments, EpisodeRows, Row, joined
 
 if TYPE_CHECKING:
     from ...compat.trl import FusedCausalLMOutput
@@ -50,7 +50,7 @@ class Request:
     """
 
     model: nn.Module
-    inputs: dict[str, Any] | None = None
+    inputs: DrawnRows | None = None
     scored_BC: torch.Tensor | None = None
     weight_BC: torch.Tensor | None = None
     entropy_scale: torch.Tensor | None = None
@@ -103,20 +103,21 @@ class PassModel:
             return request.model(**arguments)
         return self.rows.scores(self._scores_of_rows(arguments), arguments["labels"])
 
-    def _scores_of_rows(self, arguments: dict[str, Any]) -> "FusedCausalLMOutput":
+    def _scores_of_rows(self, arguments: Arguments) -> "FusedCausalLMOutput":
         """The output for the rows of the episodes; if they are padded, slice by slice."""
         rows = self.rows
         of_rows = rows.arguments(arguments)
         if self.sharing.status.packs:
             return self.request.model(**of_rows)
         limit = self.instructions.tokens_per_pass or rows.padded_tokens
+        slices, filling = rows.slices(limit, arguments["labels"].device)
         outputs = []
-        for part in rows.slices(limit, arguments["labels"].device):
+        for part in slices + filling:
             of_slice = {name: x[part] for name, x in of_rows.items() if name in OF_TOKENS}
             outputs.append(self.request.model(**{**of_rows, **of_slice}))
-        return joined(outputs)
+        return joined(outputs, len(slices))
 
-    def _wanted(self, arguments: dict[str, Any]) -> torch.Tensor:
+    def _wanted(self, arguments: Arguments) -> torch.Tensor:
         """The labels `(B, L)` of a call, with those of the wanted tokens only.
 
         Raises:
@@ -236,16 +237,14 @@ class TrlPass:
             return "reference"
         return "policy" if torch.is_grad_enabled() else "old_policy"
 
-    def run(
-        self, stock: Callable[..., LogProbs], request: Request, purpose: str, arguments: dict[str, Any]
-    ) -> LogProbs:
+    def run(self, stock: Callable[..., LogProbs], request: Request, purpose: str, arguments: Arguments) -> LogProbs:
         """Run a pass for this purpose. `arguments` are those of `stock` but the model, which the request has."""
         model = self._model_for(request, purpose, arguments)
         if model.instructions.tokens_per_pass is not None or model.rows is not None:
             arguments = {**arguments, "batch_size": None}  # cut by tokens and not by rows
         return self._finished(stock(model, **arguments), model, purpose, arguments)
 
-    def _model_for(self, request: Request, purpose: str, arguments: dict[str, Any]) -> PassModel:
+    def _model_for(self, request: Request, purpose: str, arguments: Arguments) -> PassModel:
         """What TRL's method calls in this pass."""
         sharing = self._sharing_in(request.model)
         rows, width = arguments["input_ids"].shape
@@ -260,29 +259,29 @@ class TrlPass:
         elif batch_size < rows:
             # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
             is_cut = sharing.status.packs and not arguments.get("compute_aux_loss")
-            tokens_per_pass = batch_size * width
-            instructions = replace(instructions, tokens_per_pass=tokens_per_pass) if is_cut else Instructions()
-        is_of_step = purpose == "policy" and torch.is_grad_enabled() and request.inputs is not None
-        return PassModel(request, sharing, instructions, self.look_ahead if is_of_step else None, episodes)
+            if is_cut:
+                instructions = replace(instructions, tokens_per_pass=batch_size * width)
+            else:
+                instructions = Instructions()
+        look_ahead = None
+        if purpose == "policy" and torch.is_grad_enabled() and request.inputs is not None:
+            look_ahead = self.look_ahead
+        return PassModel(request, sharing, instructions, look_ahead, episodes)
 
-    def _finished(self, values: LogProbs, model: PassModel, purpose: str, arguments: dict[str, Any]) -> LogProbs:
+    def _finished(self, values: LogProbs, model: PassModel, purpose: str, arguments: Arguments) -> LogProbs:
         """The values `(B, C)` of a pass, on the batch's device, as the request wants them."""
         request = model.request
         # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
         # devices, or the host if FSDP2 offloads the head.
         device = arguments["input_ids"].device
-        logps_BC, entropies_BC, *further = (x.to(device) if isinstance(x, torch.Tensor) else x for x in values)
-        if model.is_packed:
-            if model.has_computed:
-                name = "policy" if purpose == "policy" else "no_grad"
-                figures = model.sharing.figures
-                self._add_metrics(figures.metrics(f"prefix_sharing/{name}"))
-                if model.rows is not None and name == "policy":
-                    self._add_metrics({"episodes/tokens_fraction": figures.tokens / max(figures.row_tokens, 1)})
-            if entropies_BC is not None:
-                # Tokens of rows that are equal have one context only if the histories before them are equal.
-                keeps_ties = request.keeps_ties and model.rows is None
-                entropies_BC = _as_of_padded_rows(entropies_BC, replace(request, keeps_ties=keeps_ties), arguments)
+        moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in values]
+        logps_BC, entropies_BC, *further = moved
+        if model.is_packed and model.has_computed:
+            self._record_work(model, is_policy=purpose == "policy")
+        if model.is_packed and entropies_BC is not None:
+            # Tokens of rows that are equal have one context only if the histories before them are equal.
+            keeps_ties = request.keeps_ties and model.rows is None
+            entropies_BC = _as_of_padded_rows(entropies_BC, replace(request, keeps_ties=keeps_ties), arguments)
         if request.entropy_scale is not None and entropies_BC is not None:
             entropies_BC = entropies_BC * request.entropy_scale
         if request.receive is not None:
@@ -291,8 +290,17 @@ class TrlPass:
             logps_BC = weight_gradient(logps_BC, request.weight_BC)
         return logps_BC, entropies_BC, *further
 
+    def _record_work(self, model: PassModel, is_policy: bool) -> None:
+        """Log how many of its rows' tokens a pass has computed."""
+        figures = model.sharing.figures
+        name = "policy" if is_policy else "no_grad"
+        self._add_metrics(figures.metrics(f"prefix_sharing/{name}"))
+        if is_policy and model.rows is not None:
+            fraction = figures.tokens / max(figures.row_tokens, 1)
+            self._add_metrics({"episodes/tokens_fraction": fraction})
 
-def _named(stock: Callable, args: tuple) -> dict[str, Any]:
+
+def _named(stock: Callable, args: tuple) -> Arguments:
     """Positional arguments of TRL's method, without the model, by their names."""
     classes = type(stock.__self__).__mro__
     trainer_class = next(cls for cls in classes if cls.__module__.startswith("trl."))
@@ -304,13 +312,18 @@ def _named(stock: Callable, args: tuple) -> dict[str, Any]:
     return dict(zip(names, args, strict=False))
 
 
-def _as_of_padded_rows(entropies_BC: torch.Tensor, request: Request, arguments: dict[str, Any]) -> torch.Tensor:
+def _as_of_padded_rows(entropies_BC: torch.Tensor, request: Request, arguments: Arguments) -> torch.Tensor:
     """The entropies of packed rows, equal where those of padded rows are equal."""
     attention_mask = arguments["attention_mask"]
     width = arguments["logits_to_keep"]
     if request.keeps_ties:  # the quantile may fall on a tie
-        vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
-        keys_B1 = fingerprints(vision) if "pixel_values" in vision else None
+        vision = {}
+        for name in OF_IMAGES:
+            if arguments.get(name) is not None:
+                vision[name] = arguments[name]
+        keys_B1 = None
+        if "pixel_values" in vision:
+            keys_B1 = fingerprints(vision)
         entropies_BC = share_values(entropies_BC, arguments["input_ids"], attention_mask, width, keys_B1)
     if request.scored_BC is None and width == 1:
         entropies_BC = fill_masked_rows(entropies_BC, attention_mask[:, -1:])

@@ -46,14 +46,18 @@ class _Nodes(NamedTuple):
     @classmethod
     def of(cls, common: np.ndarray, rows: int, width: int) -> "_Nodes":
         """The nodes of sorted rows of `width` tokens; `common` has the LCP of each row with the one before it."""
-        begins = np.ones((rows, width + 1), bool)
-        begins[1:] = common[:, None] < np.arange(width + 1)
+        depths = np.arange(width + 1)
         numbers = np.arange(rows)[:, None]
-        first = np.maximum.accumulate(np.where(begins, numbers, 0), axis=0)
+        begins = np.ones((rows, width + 1), bool)
+        begins[1:] = common[:, None] < depths
+        # The first row of a node is the last one at which a node began, and its last row is before the next beginning.
+        last_begin = np.where(begins, numbers, 0)
+        first = np.maximum.accumulate(last_begin, axis=0)
+        begin_or_end = np.where(begins, numbers, rows)
         end = np.full((1, width + 1), rows)
-        next_begin = np.append(np.where(begins, numbers, rows)[1:], end, axis=0)
-        behind = np.minimum.accumulate(next_begin[::-1], axis=0)[::-1]
-        return cls(begins, first, behind)
+        next_begin = np.append(begin_or_end[1:], end, axis=0)
+        from_below = np.minimum.accumulate(next_begin[::-1], axis=0)
+        return cls(begins, first, from_below[::-1])
 
     def sums_of(self, values_G: np.ndarray) -> np.ndarray:
         """The sum over each node's rows of one value per row."""
@@ -94,10 +98,12 @@ def prefix_transitions(
     total = nodes.sums_of(rewards_G)  # a completion that was not judged adds zero
     mean = total / np.maximum(count, 1)
     # At token t the prefix p is the node of depth t, and p∘v is the node of depth t + 1.
+    count_of_prefix, count_with_token = count[:, :-1], count[:, 1:]
+    mean_of_prefix, mean_with_token = mean[:, :-1], mean[:, 1:]
     # If no completion parts, both means are over the same rows, so their difference is set to exactly zero and not to
     # a rounding error.
-    parts_GC = count[:, 1:] != count[:, :-1]
-    gain_GC = mean[:, 1:] - mean[:, :-1]
+    parts_GC = count_with_token != count_of_prefix
+    gain_GC = mean_with_token - mean_of_prefix
     advantage_GC = np.where(valid_GC & parts_GC, gain_GC, 0.0)
     representative_GC = valid_GC & nodes.begins[:, 1:]
 
@@ -147,12 +153,13 @@ def group_credit(
         is_needed_GC = credited_from_GC[:, 1:] > 0
         positions += int(is_needed_GC.sum())
         if is_needed_GC.any():
-            no_rewards = torch.zeros(len(is_needed_GC))
-            prefixes = prefix_transitions(completion_ids[rows, :-1], is_needed_GC, no_rewards)
+            no_rewards_G = torch.zeros(len(is_needed_GC))
+            prefixes = prefix_transitions(completion_ids[rows, :-1], is_needed_GC, no_rewards_G)
             distinct_positions += int(prefixes.representative.sum())
+    groups = len(credit_of_groups)
     metrics = {
-        "transitions": transitions / len(credit_of_groups),
-        "credited_transitions": credited / len(credit_of_groups),
+        "transitions": transitions / groups,
+        "credited_transitions": credited / groups,
         "repeated_fraction": (positions - distinct_positions) / max(positions, 1),
     }
     return torch.cat(credit_of_groups).float().to(device), metrics

@@ -54,14 +54,22 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         ids = batch["completion_ids"]
         mask = batch["completion_mask"]
         # A group may span ranks, so the completions of all ranks are gathered, in the order of the gathered rewards.
-        all_ids = self.accelerator.gather(self.accelerator.pad_across_processes(ids, dim=1))
-        all_masks = self.accelerator.gather(self.accelerator.pad_across_processes(mask, dim=1))
-        credit_BC, metrics = group_credit(all_ids, all_masks, self._weighted_rewards(), self._group_size)
-        first = self.accelerator.process_index * len(ids)
-        credit_BC = credit_BC[first : first + len(ids), : ids.shape[1]]
-        batch["advantages"] = credit_BC * batch["tool_mask"] if "tool_mask" in batch else credit_BC
+        ids_of_all = self._gathered(ids)
+        masks_of_all = self._gathered(mask)
+        credit_of_all, metrics = group_credit(ids_of_all, masks_of_all, self._weighted_rewards(), self._group_size)
+        rows, columns = ids.shape
+        first = self.accelerator.process_index * rows
+        credit_BC = credit_of_all[first : first + rows, :columns]
+        if "tool_mask" in batch:
+            credit_BC = credit_BC * batch["tool_mask"]
+        batch["advantages"] = credit_BC
         self._add_metrics({f"t_spmo/{name}": value for name, value in metrics.items()})
         return batch
+
+    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, padded to the widest."""
+        padded = self.accelerator.pad_across_processes(rows, dim=1)
+        return self.accelerator.gather(padded)
 
     @property
     def _group_size(self) -> int:
@@ -80,18 +88,23 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
         # The loss is the mean over the groups of the optimizer step: the credit contains 1/|U|, so the sum over a
         # group's rows is the group's objective.
-        loss = -(credit_BC * value_BC).sum() * self._group_size / len(credit_BC)
+        objective = (credit_BC * value_BC).sum()
+        loss = -objective * self._group_size / len(credit_BC)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
         credited_BC = credit_BC != 0
-        entropy = (entropies_BC * credited_BC).sum()
         valid = inputs["completion_mask"].sum()
-        sums = torch.stack([valid, credited_BC.sum(), entropy]).float()
-        # One wait for the device, where TRL's losses have ten: the metrics are there when the loss is.
-        valid, scored, entropy = self.accelerator.reduce(sums.detach(), reduction="sum").tolist()
-        mode = "train" if self.model.training else "eval"
-        metrics = self._metrics[mode]
-        metrics["tokens/scored_fraction"].append(scored / max(valid, 1.0))
-        metrics["tokens/nothing_to_learn"].append(float(scored == 0))
-        metrics["entropy"].append(entropy / scored if scored else float("nan"))
+        entropy = (entropies_BC * credited_BC).sum()
+        self._record_tokens(torch.stack([valid, credited_BC.sum(), entropy]).float().detach())
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
+
+    def _record_tokens(self, sums: torch.Tensor) -> None:
+        """Log figures over all ranks from this rank's valid tokens, credited tokens, and entropy of the latter."""
+        # One wait for the device, where TRL's losses have ten: the metrics are there when the loss is.
+        valid, scored, entropy = self.accelerator.reduce(sums, reduction="sum").tolist()
+        figures = {
+            "tokens/scored_fraction": scored / max(valid, 1.0),
+            "tokens/nothing_to_learn": float(scored == 0),
+            "entropy": entropy / scored if scored else float("nan"),
+        }
+        self._add_metrics(figures)

@@ -1,6 +1,6 @@
-"""The tables of kinds: what is registered exists and is of its kind, what is not registered runs as stock.
+"""The tables of known layers: what is registered exists and is of its kind, what is not registered runs as stock.
 
-Covers `prefix_sharing/attention/backends.py`, `prefix_sharing/recurrent/kinds.py`.
+Covers `prefix_sharing/attention/backends.py`, `prefix_sharing/recurrent/known_layers.py`.
 """
 
 import importlib
@@ -15,8 +15,8 @@ import transformers
 
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing.attention import backends, two_part
-from trl_fsdp_qlora.prefix_sharing.recurrent import kinds
-from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import registered_name
+from trl_fsdp_qlora.prefix_sharing.recurrent import known_layers
+from trl_fsdp_qlora.prefix_sharing.recurrent.known_layers import registered_name
 
 from .helpers import awkward_batch, build, stock_log_probs, with_stock_head
 
@@ -52,7 +52,7 @@ def layers_with_states() -> dict[str, type]:
 @pytest.mark.exhaustive
 def test_every_layer_of_transformers_that_keeps_a_state_is_registered_or_known_to_be_missing():
     layers = layers_with_states()
-    registered = {*kinds.CONTINUE_FROM_STATES, *kinds.BEGIN_AT_ZERO}
+    registered = {*known_layers.CONTINUE_FROM_STATES, *known_layers.BEGIN_AT_ZERO}
     assert registered <= set(layers)
     assert set(layers) - registered <= NOT_COMPARED
     for name, cls in layers.items():
@@ -61,8 +61,8 @@ def test_every_layer_of_transformers_that_keeps_a_state_is_registered_or_known_t
 
 def test_a_layer_that_is_not_in_the_table_lets_its_model_run_as_stock(monkeypatch, caplog):
     expected, _ = stock_log_probs(with_stock_head(build("qwen3_5")), *awkward_batch())
-    others = [name for name in kinds.CONTINUE_FROM_STATES if not name.startswith("qwen3_5")]
-    monkeypatch.setattr(kinds, "CONTINUE_FROM_STATES", others)
+    others = [name for name in known_layers.CONTINUE_FROM_STATES if not name.startswith("qwen3_5")]
+    monkeypatch.setattr(known_layers, "CONTINUE_FROM_STATES", others)
     registered_name.cache_clear()
     try:
         ids, mask = awkward_batch()
@@ -72,8 +72,8 @@ def test_a_layer_that_is_not_in_the_table_lets_its_model_run_as_stock(monkeypatc
     finally:
         registered_name.cache_clear()
     assert torch.equal(values, expected)
-    lines = [record.getMessage() for record in caplog.records if "runs padded" in record.getMessage()]
-    assert len(lines) == 1 and "has recurrent layers of a kind that is not known" in lines[0]
+    lines = [record.getMessage() for record in caplog.records if "stock TRL" in record.getMessage()]
+    assert len(lines) == 1 and "recurrent" in lines[0]
 
 
 class BackendWithKeyword:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trl_fsdp_qlora.prefix_sharing import check
+from trl_fsdp_qlora.prefix_sharing import compared_rows
 from trl_fsdp_qlora.prefix_sharing.attention import cascade, two_part
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.check import compared_tokens, shortened
+from trl_fsdp_qlora.prefix_sharing.compared_rows import compared_tokens, shortened
 from trl_fsdp_qlora.prefix_sharing.recurrent import level_by_level
 from trl_fsdp_qlora.prefix_sharing.sharing import PrefixSharingError
 
@@ -33,8 +33,8 @@ LENGTHS = [70, 70, 64, 64, 5, 5], [50, 40, 50, 9, 50, 30]
 @pytest.fixture
 def short(monkeypatch):
     """Rows of few tokens count as long ones."""
-    monkeypatch.setattr(check, "MOST_TOKENS", MOST)
-    monkeypatch.setattr(check, "BEHIND_WINDOW", 16)
+    monkeypatch.setattr(compared_rows, "MOST_TOKENS", MOST)
+    monkeypatch.setattr(compared_rows, "BEHIND_WINDOW", 16)
 
 
 def long_batch():
@@ -93,7 +93,7 @@ def test_rows_without_labels_are_cut_where_they_part(short):
 
 
 def test_an_image_is_not_cut(monkeypatch):
-    monkeypatch.setattr(check, "MOST_TOKENS", 8)
+    monkeypatch.setattr(compared_rows, "MOST_TOKENS", 8)
     _, sharing, batch = pictured("qwen3_vl")
     sequences = sharing.packed_model.read(batch)
     assert shortened(batch, sequences, window=0) is batch
@@ -111,7 +111,7 @@ def test_right_passes_are_found_equal(family, short):
     sharing = prepared(model)
     sizes = run(model, sharing)
     assert sharing.status.packs and sharing.status.compared, sharing.describe()
-    assert sizes.count((1, MOST)) >= check.ROWS_FP32  # padded, one by one
+    assert sizes.count((1, MOST)) >= compared_rows.ROWS_FP32  # padded, one by one
 
 
 def without_window(attend):
@@ -126,7 +126,7 @@ def test_a_lost_window_is_found(short, monkeypatch):
     monkeypatch.setattr(two_part, "attend", without_window(two_part.attend))
     model = build("mistral_sliding")
     sharing = prepared(model, "two_part")
-    with pytest.raises(PrefixSharingError, match="difference in log-probability"):
+    with pytest.raises(PrefixSharingError, match="log-prob"):
         run(model, sharing)
 
 
@@ -135,7 +135,7 @@ def test_a_window_longer_than_compared_rows_is_found_lost(short, monkeypatch):
     monkeypatch.setattr(cascade, "attend", without_window(cascade.attend))
     monkeypatch.setattr(two_part, "attend", without_window(two_part.attend))
     for behind, found in ((16, True), (-30, False)):
-        monkeypatch.setattr(check, "BEHIND_WINDOW", behind)
+        monkeypatch.setattr(compared_rows, "BEHIND_WINDOW", behind)
         model = build(small("Mistral", sliding_window=40))
         sharing = prepared(model)
         run(model, sharing)

@@ -32,29 +32,32 @@ _WITH_NORM = (
     "MiniMax", "MiniMaxM2", "Mistral3", "MistralLarge4", "Mixtral", "Qwen2VL", "RecurrentGemma", "SeedOss", "Zamba2",
     "Zaya",
 )  # fmt: skip
-# The kind of a module by the name of its class. The tokens are the first two dimensions of its argument.
-KINDS = {f"{family}MLP": "MLP" for family in (*_WITH_BOTH, *_WITH_MLP)}
-KINDS |= {f"{family}RMSNorm": "norm" for family in (*_WITH_BOTH, *_WITH_NORM)}
+# The part of a layer that a class is, by its name. The tokens are the first two dimensions of its argument.
+LAYER_PARTS: dict[str, str] = {}
+for _family in (*_WITH_BOTH, *_WITH_MLP):
+    LAYER_PARTS[f"{_family}MLP"] = "MLP"
+for _family in (*_WITH_BOTH, *_WITH_NORM):
+    LAYER_PARTS[f"{_family}RMSNorm"] = "norm"
 
 
-def per_token(kind: str) -> Callable[[Callable], Callable]:
+def per_token(layer_part: str) -> Callable[[Callable], Callable]:
     """Decorator: a module that has this function as its own forward computes each token by itself.
 
     The tokens are the first dimension of all arguments of two dimensions, and the first two of others.
 
     Args:
-        kind: `"MLP"`, `"norm"` or `"experts"`.
+        layer_part: `"MLP"`, `"norm"` or `"experts"`.
     """
 
     def mark(function: Callable) -> Callable:
-        vars(function)["computes_each_token"] = kind
+        vars(function)["computes_each_token"] = layer_part
         return function
 
     return mark
 
 
-def kind_of(module: nn.Module) -> str | None:
-    """The kind of a module that is known to compute each token by itself; `None` if it is not known."""
+def layer_part(module: nn.Module) -> str | None:
+    """The part of a layer that a module is, if it is known to compute each token by itself; `None` if it is not."""
     if wraps_experts(module):
         return "experts"
     own_forward = vars(module).get("forward")
@@ -65,4 +68,6 @@ def kind_of(module: nn.Module) -> str | None:
         return "experts"
     # FSDP2 gives a module a class that extends the module's, with the same forward.
     cls = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    return KINDS.get(cls.__name__) if cls.__module__.startswith("transformers.models.") else None
+    if not cls.__module__.startswith("transformers.models."):
+        return None
+    return LAYER_PARTS.get(cls.__name__)
