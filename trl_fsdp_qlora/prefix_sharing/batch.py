@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from ..compat.peft import rows_have_adapters
 from ..compat.trl import Vision, rows_of_images
 from ..scoring.transfer import to_device, to_host
-from .problems import CannotPack
+from .status import CannotPack
 
 if TYPE_CHECKING:
     from .passes import Forward

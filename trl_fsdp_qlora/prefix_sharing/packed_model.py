@@ -27,12 +27,12 @@ from .batch import IGNORED_LABEL, Batch, Sequences, decode, encode
 from .facts import ModelFacts, unsupported_reason
 from .forest import Forest, build_forest
 from .passes import Forward, PassRules
-from .problems import CannotPack
 from .ranks import is_sharded, reduced_over_ranks
 from .recurrent.known_layers import recurrent_layers
 from .row import PackedRow, PassRecord, RowOptions, lay_out
 from .row_mask import masks_of
 from .segments import join
+from .status import CannotPack
 
 if TYPE_CHECKING:
     from .images import Images

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..compat.deepspeed import is_zero3
-from .problems import CannotPack
+from .status import CannotPack
 
 # The name of a thing that a layer keeps: the layer's `id` (or a name), and what distinguishes its things.
 Slot = tuple
