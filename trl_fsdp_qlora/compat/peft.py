@@ -16,7 +16,7 @@ from torch import nn
 from ..utils.replaced import replaced
 
 if TYPE_CHECKING:
-    from peft.tuners.lora.layer import LoraLayer, LoraVariant, ParamWrapper
+    from peft.tuners.lora.layer import ParamWrapper
 
 # Types of adapters (PEFT's names) that change what a layer computes from one token, and look at no other token and at
 # no row. Each was compared (tests/compat/test_peft.py). A type that is not here may average over a batch (Lily),
@@ -61,26 +61,6 @@ def card_written_by(model: nn.Module, write: Callable[[str], None]) -> AbstractC
     if not is_peft(model):
         return nullcontext()
     return replaced(model, create_or_update_model_card=write)
-
-
-def without_copy(layer: "LoraLayer", name: str, variant: "LoraVariant") -> AbstractContextManager[None]:
-    """A block in which a 4-bit `layer` adds its adapter `name` by `variant`, in place, to the base's output.
-
-    PEFT's forward of such a layer copies the base's output for a backward, also if there is none.
-
-    Args:
-        variant: its `forward` returns the base's output plus the adapter's part.
-    """
-
-    def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        if args or kwargs or layer.disable_adapters or layer.merged:
-            return type(layer).forward(layer, x, *args, **kwargs)
-        result = layer.base_layer(x)
-        if not torch.is_autocast_enabled():
-            x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
-        return variant.forward(layer, name, x, result)
-
-    return replaced(layer, forward=forward)
 
 
 def rows_have_adapters(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 import transformers
@@ -23,6 +23,9 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from ..utils.replaced import replaced
 from .signatures import misfits
 from .transformers import CACHE, cache_name
+
+if TYPE_CHECKING:
+    from peft.tuners.lora.layer import LoraLayer, LoraVariant
 
 _EXPECTED = {
     "_sample": "self input_ids logits_processor stopping_criteria generation_config synced_gpus streamer model_kwargs",
@@ -143,3 +146,23 @@ def prepares_inputs_itself(model: PreTrainedModel) -> bool:
 def drawing_one_token(config: GenerationConfig) -> AbstractContextManager[None]:
     """A block in which whoever draws by `config`, also TRL's own loop with its trainer's config, draws one token."""
     return replaced(config, max_new_tokens=1)
+
+
+def without_copy(layer: "LoraLayer", name: str, variant: "LoraVariant") -> AbstractContextManager[None]:
+    """A block in which a 4-bit `layer` adds its adapter `name` by `variant`, in place, to the base's output.
+
+    PEFT's forward of such a layer copies the base's output for a backward, also if there is none.
+
+    Args:
+        variant: its `forward` returns the base's output plus the adapter's part.
+    """
+
+    def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if args or kwargs or layer.disable_adapters or layer.merged:
+            return type(layer).forward(layer, x, *args, **kwargs)
+        result = layer.base_layer(x)
+        if not torch.is_autocast_enabled():
+            x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
+        return variant.forward(layer, name, x, result)
+
+    return replaced(layer, forward=forward)

@@ -10,14 +10,18 @@ def wilson_interval(correct: int, n: int, z: float = 1.959964) -> tuple[float, f
     """
     if n == 0:
         return 0.0, 1.0
-    p = correct / n
-    centre = p + z * z / (2 * n)
-    spread = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    share = correct / n
+    variance = share * (1 - share) / n
+    centre = share + z * z / (2 * n)
+    spread = z * sqrt(variance + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    low = (centre - spread) / scale
+    high = (centre + spread) / scale
+    return max(0.0, low), min(1.0, high)
 
 
 def format_accuracy(correct: int, n: int) -> str:
     """`'71.3% (n=512, 95% interval 67.2-75.0)'`."""
-    low, high = wilson_interval(correct, n)
-    return f"{100 * correct / max(n, 1):.1f}% (n={n}, 95% interval {100 * low:.1f}-{100 * high:.1f})"
+    percent = 100 * correct / max(n, 1)
+    low, high = (100 * bound for bound in wilson_interval(correct, n))
+    return f"{percent:.1f}% (n={n}, 95% interval {low:.1f}-{high:.1f})"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.distributed.launch import launch
 from tests.engines.decode.test_history import KEEPS, STRIPS
 from tests.tiny import config, lora, tool_tokenizer
 from tests.trainers.step.test_rows import assert_equals_the_loop, draw
@@ -17,12 +18,18 @@ from trl_fsdp_qlora.tools.small_base import new_model
 vf = pytest.importorskip("verifiers.v1", reason="needs the library verifiers: pip install -e '.[verifiers]'")
 
 
+def environment():
+    """That of `rewriting_agent.py`, if its folder is on the path."""
+    taskset = {"id": "rewriting_agent"}
+    return vf.load_environment(
+        vf.resolve_env_config({"taskset": taskset, "agent": {"runtime": {"type": "subprocess"}}})
+    )
+
+
 @pytest.fixture
 def rollouts(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    taskset = {"id": "rewriting_agent"}
-    config = vf.resolve_env_config({"taskset": taskset, "agent": {"runtime": {"type": "subprocess"}}})
-    yield VerifiersRollouts(vf.load_environment(config))
+    yield VerifiersRollouts(environment())
     sys.modules.pop("rewriting_agent")
 
 
@@ -135,3 +142,9 @@ def test_a_step_equals_a_plain_loop_over_the_turns(rollouts, tmp_path):
     inputs = draw(trainer)
     assert inputs["advantages"].any()
     assert_equals_the_loop(trainer, episodes, inputs)
+
+
+@pytest.mark.processes
+@pytest.mark.exhaustive
+def test_two_ranks_with_episodes_of_uneven_lengths(tmp_path):
+    launch("tests/experimental/verifiers_rollouts/rank.py", tmp_path)

@@ -224,7 +224,8 @@ class Decoding:
         prompts = Prefill(
             model, ids_UP, batch.kwargs, batch.cache_name, config, synced_gpus=synced_gpus, pixels=self._pixels
         )
-        outputs = prompts.run(prompts.parts(self.turns, self.has_images))
+        parts = prompts.parts(self.turns, self.has_images)
+        outputs = prompts.run(parts)
         self.work.prefill_tokens += prompts.tokens
         self.work.prefill_tokens_stock += batch.ids_AL.numel()
         take_rows(outputs[batch.cache_name], prompt_R, batch.longest)

@@ -20,7 +20,7 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
-from ...compat.peft import without_copy
+from ...compat.generation import without_copy
 
 
 @contextmanager

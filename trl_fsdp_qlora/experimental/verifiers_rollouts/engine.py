@@ -30,6 +30,7 @@ from verifiers.v1 import (
     Usage,
 )
 from verifiers.v1.clients.train import serialize_completion, tool_to_wire
+from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import InterceptionServerConfig
@@ -74,8 +75,10 @@ class TrainerClient(Client):
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
-        call = Call(self.episodes[session_id], turn, next((limit for limit in limits if limit), None))
+        if not isinstance(dialect, ChatDialect):
+            # A chat template renders the turn, as in the library's own client for training.
+            raise NotImplementedError(f"the trainer answers chat completions alone, and no {type(dialect).__name__}")
+        call = Call(self.episodes[session_id], turn, body.get("max_tokens") or body.get("max_completion_tokens"))
         self.calls.put(call)
         response = await asyncio.wrap_future(call.response)
         response.raw = serialize_completion(response, body["model"])

@@ -70,8 +70,8 @@ class VerifiersRollouts:
         return {
             ROWS: [rows_of(trace, number) for number, trace in zip(numbers, traces, strict=True)],
             # TRL gives a completion without a reward no advantage.
-            REWARD: [trace.reward if trace.ok else None for trace in traces],
-            METRICS: [_metrics(trace) for trace in traces],
+            REWARD: [trace.reward if episode.ok else None for trace, episode in zip(traces, episodes, strict=True)],
+            METRICS: [_metrics(*pair) for pair in zip(traces, episodes, strict=True)],
         }
 
     def environment_reward(
@@ -149,7 +149,7 @@ def rows_of(trace: "Trace", number: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _metrics(trace: "Trace") -> dict[str, float]:
+def _metrics(trace: "Trace", episode: "Episode") -> dict[str, float]:
     rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    return {"turns": float(trace.num_turns), "failed": float(not trace.ok), **rewards, **metrics}
+    return {"turns": float(trace.num_turns), "failed": float(not episode.ok), **rewards, **metrics}

@@ -2,21 +2,22 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from .plan import MemoryPlan, changed
 
 # More lines than these are another recipe.
 _MOST_LINES = 4
+# Of a recipe's fields, by name.
+Values = dict[str, bool | int | str | dict]
 
 
-def lines_that_fit(plan: MemoryPlan) -> dict[str, Any]:
+def lines_that_fit(plan: MemoryPlan) -> Values:
     """Fields of the recipe, and the values with which the run fits; empty if none of those that are tried are enough.
 
     Each line lowers the phase that needs most then. A step has as many completions as before; those that are generated
     at once may be fewer.
     """
-    values: dict[str, Any] = {}
+    values: Values = {}
     best = plan
     while not best.fits and best.enough_cards and len(values) < _MOST_LINES:
         phase = best.limiting
@@ -31,7 +32,7 @@ def lines_that_fit(plan: MemoryPlan) -> dict[str, Any]:
     return _without_needless(plan, values) if best.fits else {}
 
 
-def _without_needless(plan: MemoryPlan, values: dict[str, Any]) -> dict[str, Any]:
+def _without_needless(plan: MemoryPlan, values: Values) -> Values:
     """The values without those that later ones made needless."""
     for name in list(values)[:-1]:
         others = {other: value for other, value in values.items() if other != name}
@@ -40,18 +41,18 @@ def _without_needless(plan: MemoryPlan, values: dict[str, Any]) -> dict[str, Any
     return values
 
 
-def as_words(values: dict[str, Any]) -> str:
+def as_words(values: Values) -> str:
     """The lines as options of a command."""
     return " ".join(f"--{name} {_word(value)}" for name, value in values.items())
 
 
-def _word(value: Any) -> str:
+def _word(value: bool | int | str | dict) -> str:
     if isinstance(value, dict):
         return f"'{json.dumps(value)}'"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _candidates(plan: MemoryPlan) -> Iterator[dict[str, Any]]:
+def _candidates(plan: MemoryPlan) -> Iterator[Values]:
     """Values of fields that may lower the phase that needs most, the cheapest first."""
     settings = plan.settings
     if plan.engine is not None:
@@ -78,7 +79,7 @@ def _candidates(plan: MemoryPlan) -> Iterator[dict[str, Any]]:
         yield {"gradient_checkpointing_kwargs": settings.checkpointing_kwargs | {"offload": True}}
 
 
-def _smaller_rollouts(plan: MemoryPlan) -> Iterator[dict[str, Any]]:
+def _smaller_rollouts(plan: MemoryPlan) -> Iterator[Values]:
     """Fewer micro-batches of completions that are generated at once, with whole groups over the ranks."""
     settings = plan.settings
     if settings.generation_batch_size and not settings.steps_per_generation:

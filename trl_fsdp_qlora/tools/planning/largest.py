@@ -26,8 +26,10 @@ def largest_group(plan: MemoryPlan) -> int:
     group = settings.num_generations
     # The number of prompts per step stays the same.
     step = group // math.gcd(group, accumulated)
-    most = group * _MOST_COMPLETIONS // (accumulated * settings.rows * step)
-    return step * most_that_fits(lambda groups: with_group(plan, groups * step), most, group // step)
+    completions = accumulated * settings.rows
+    most = group * _MOST_COMPLETIONS // (completions * step)
+    steps = most_that_fits(lambda count: with_group(plan, count * step), most, group // step)
+    return step * steps
 
 
 def with_group(plan: MemoryPlan, group: int) -> MemoryPlan:
@@ -45,9 +47,11 @@ def longest(plan: MemoryPlan) -> int:
     settings = plan.settings
     name = settings.length_field
     prompt = 0 if settings.is_paired else settings.prompt_tokens  # `max_length` of pairs contains it
-    most = int(min(_MOST_TOKENS, max(0, plan.positions - prompt)))
+    positions = max(0, plan.positions - prompt)
+    most = int(min(_MOST_TOKENS, positions))
     now = getattr(settings, name) or 0
-    return 16 * most_that_fits(lambda count: changed(plan, **{name: 16 * count}), most // 16, now // 16)
+    sixteens = most_that_fits(lambda count: changed(plan, **{name: 16 * count}), most // 16, now // 16)
+    return 16 * sixteens
 
 
 def largest_model(plan: MemoryPlan) -> str | None:

@@ -8,10 +8,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.config_args import BaseConfig, load_config_from_file
 from accelerate.utils import DeepSpeedPlugin, str_to_bool
 from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 
@@ -28,6 +27,11 @@ _STRATEGIES = {
     "HYBRID_SHARD_ZERO2": (False, True),
 }
 _OTHER_PARALLELISM = ("tp_size", "cp_size", "sp_size")
+
+# A part of an accelerate config by key, from its file or from the variables that the launcher exports.
+Keys = Mapping[str, str | int | float | bool | list[str] | None]
+# Fields of a [`Launch`], by name.
+Fields = dict[str, str | int | bool | tuple[str, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
         raise UserError(f"--accelerate_config {path} cannot be read: {error}") from None
 
 
-def fsdp_of_process(machines: int) -> dict[str, Any]:
+def fsdp_of_process(machines: int) -> Fields:
     """The fields of the [`Launch`] of FSDP in which this process runs, from what accelerate's launcher exported."""
     sharding = _exported("FSDP_")
     if "transformer_cls_to_wrap" in sharding:  # the only key that the launcher exports under another name
@@ -129,7 +133,7 @@ def _exported(prefix: str) -> dict[str, str]:
     return values
 
 
-def deepspeed_of_file(file: str) -> dict[str, Any]:
+def deepspeed_of_file(file: str) -> Fields:
     """The fields of the [`Launch`] of a DeepSpeed config file, as in a recipe's field `deepspeed`.
 
     Raises:
@@ -138,7 +142,7 @@ def deepspeed_of_file(file: str) -> dict[str, Any]:
     return _zero({"deepspeed_config_file": file}, "deepspeed")
 
 
-def deepspeed_of_plugin(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+def deepspeed_of_plugin(plugin: DeepSpeedPlugin) -> Fields:
     """The fields of the [`Launch`] of a run that has this plugin of accelerate's."""
     stage = plugin.zero_stage
     off_device = ("cpu", "nvme")
@@ -155,7 +159,7 @@ def deepspeed_of_plugin(plugin: DeepSpeedPlugin) -> dict[str, Any]:
     return {"kind": f"zero{stage}", "offload": offload, "bucket": int(bucket)}
 
 
-def _sharing_of(config: Any, sizes: Mapping[str, Any], ranks: int, machines: int) -> dict[str, Any]:
+def _sharing_of(config: BaseConfig, sizes: Keys, ranks: int, machines: int) -> Fields:
     """The fields of [`Launch`] that state how ranks share the model, from accelerate's config."""
     kind = config.distributed_type.value
     if kind == "DEEPSPEED":
@@ -167,7 +171,7 @@ def _sharing_of(config: Any, sizes: Mapping[str, Any], ranks: int, machines: int
     return {"kind": "single" if ranks == 1 else "ddp"}
 
 
-def _zero(content: Mapping[str, Any], field_name: str) -> dict[str, Any]:
+def _zero(content: Keys, field_name: str) -> Fields:
     """The fields of [`Launch`] from a `deepspeed_config`, which may be a file of DeepSpeed's."""
     file = content.get("deepspeed_config_file")
     if file and not Path(file).is_file():
@@ -181,7 +185,7 @@ def _zero(content: Mapping[str, Any], field_name: str) -> dict[str, Any]:
     return deepspeed_of_plugin(plugin)
 
 
-def _fsdp(sharding: Mapping[str, Any], sizes: Mapping[str, Any], machines: int) -> dict[str, Any]:
+def _fsdp(sharding: Keys, sizes: Keys, machines: int) -> Fields:
     """The fields of [`Launch`] from the keys of `fsdp_config`, without their prefix, read as accelerate reads them.
 
     `sizes` are those of `parallelism_config`.
@@ -212,17 +216,18 @@ def _fsdp(sharding: Mapping[str, Any], sizes: Mapping[str, Any], machines: int) 
     }
 
 
-def _strategy(sharding: Mapping[str, Any]) -> str:
+def _strategy(sharding: Keys) -> str:
     """The sharding strategy of FSDP1 by name. Releases of accelerate differ in which of two keys has it."""
     for key in ("sharding_strategy", "reshard_after_forward"):
-        value = str(sharding.get(key) or "FULL_SHARD").upper()
-        name = FSDP_SHARDING_STRATEGY[int(value) - 1] if value.isdigit() else value
+        name = str(sharding.get(key) or "FULL_SHARD").upper()
+        if name.isdigit():
+            name = FSDP_SHARDING_STRATEGY[int(name) - 1]
         if name in FSDP_SHARDING_STRATEGY and name != "FULL_SHARD":
             return name
     return "FULL_SHARD"
 
 
-def _units(sharding: Mapping[str, Any]) -> tuple[str, ...] | int | str | None:
+def _units(sharding: Keys) -> tuple[str, ...] | int | str | None:
     """See [`Launch`]."""
     policy = str(sharding.get("auto_wrap_policy") or "NO_WRAP").upper()
     if policy == "SIZE_BASED_WRAP":
@@ -230,20 +235,23 @@ def _units(sharding: Mapping[str, Any]) -> tuple[str, ...] | int | str | None:
     if policy != "TRANSFORMER_BASED_WRAP":
         return "model"
     names = sharding.get("transformer_layer_cls_to_wrap") or ()
-    names = names.split(",") if isinstance(names, str) else names
+    if isinstance(names, str):
+        names = names.split(",")
     return tuple(name.strip() for name in names) or None
 
 
-def _planned_precision(value: Any) -> str | None:
+def _planned_precision(value: str | None) -> str | None:
     if value == "fp8":
         raise UserError("mixed_precision: fp8 is not planned")
     return value
 
 
-def _without_prefix(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _without_prefix(values: Keys, prefix: str) -> Keys:
     return {name.removeprefix(prefix): value for name, value in values.items()}
 
 
-def _is_true(value: Any, default: bool = False) -> bool:
+def _is_true(value: str | bool | None, default: bool = False) -> bool:
     """A truth value, which a file may have as a text."""
-    return default if value is None else bool(str_to_bool(str(value)))
+    if value is None:
+        return default
+    return bool(str_to_bool(str(value)))

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 from transformers import PretrainedConfig
@@ -157,7 +157,7 @@ def make_plan(
     return MemoryPlan(settings, config, hardware, phases, capacity, _parameters(run), engine)
 
 
-def changed(plan: MemoryPlan, **values: Any) -> MemoryPlan:
+def changed(plan: MemoryPlan, **values: bool | int | str | dict) -> MemoryPlan:
     """Plan the same run with other values of its trainer's fields."""
     settings = replace(plan.settings, values=plan.settings.values | values)
     return make_plan(settings, plan.hardware, plan.config)

@@ -7,13 +7,16 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl import ModelConfig
 
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ..recipe.arguments import ScriptArguments, recipe_fields
 from .launches import Launch, deepspeed_of_file, deepspeed_of_plugin, fsdp_of_process
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Settings:
         return str(getattr(self.optim, "value", self.optim))
 
     @property
-    def checkpointing_kwargs(self) -> dict[str, Any]:
+    def checkpointing_kwargs(self) -> dict[str, bool | int]:
         """How activations are checkpointed; on a command line the field is JSON."""
         kwargs = self.gradient_checkpointing_kwargs or {}
         return json.loads(kwargs) if isinstance(kwargs, str) else kwargs
@@ -135,7 +138,7 @@ def from_words(
     return Settings(model, values, launch, prompt_tokens)
 
 
-def from_config(config: Any, model: ModelConfig, prompt_tokens: int = 256) -> Settings:
+def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: int = 256) -> Settings:
     """The settings of a run that is about to start, from its parsed arguments."""
     ranks = config.world_size
     machines = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

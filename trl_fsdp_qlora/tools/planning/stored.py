@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PretrainedConfig
 from trl import ModelConfig
+
+# A checkpoint's `quantization_config`.
+Keys = Mapping[str, str | int | bool | list | dict | None]
 
 
 class Stored(NamedTuple):
@@ -77,7 +80,7 @@ def counted_dense(model: ModelConfig, config: PretrainedConfig) -> str | None:
     return str(fields.get("quant_method"))
 
 
-def quantization_of(config: PretrainedConfig) -> dict[str, Any]:
+def quantization_of(config: PretrainedConfig) -> Keys:
     """The quantization with which the checkpoint was saved; empty if it is dense."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
@@ -96,7 +99,7 @@ def _four_bits(nested: bool) -> Stored:
 _EIGHT_BITS = Stored(8, None, 4, by_bitsandbytes=True)  # a float32 for each row
 
 
-def _bitsandbytes(fields: Mapping[str, Any]) -> Stored | None:
+def _bitsandbytes(fields: Keys) -> Stored | None:
     if fields.get("load_in_4bit"):
         nested = bool(fields.get("bnb_4bit_use_double_quant"))
         return _four_bits(nested)
@@ -105,7 +108,7 @@ def _bitsandbytes(fields: Mapping[str, Any]) -> Stored | None:
     return None
 
 
-def _groups(fields: Mapping[str, Any]) -> Stored:
+def _groups(fields: Keys) -> Stored:
     """GPTQ and AWQ: each group of a row has a scale in half precision, and a zero point with the bits of a number."""
     bits = int(fields.get("bits") or fields.get("w_bit") or 4)
     group_size = int(fields.get("group_size") or fields.get("q_group_size") or 128)
@@ -116,7 +119,7 @@ def _groups(fields: Mapping[str, Any]) -> Stored:
     return Stored(bits, block, scale_and_zero, column=4 if is_gptq else 0)
 
 
-def _compressed_tensors(fields: Mapping[str, Any]) -> Stored | None:
+def _compressed_tensors(fields: Keys) -> Stored | None:
     """The first group of weights, if it is packed; groups have a scale in half precision."""
     groups = fields.get("config_groups") or {}
     for group in groups.values():
@@ -128,7 +131,7 @@ def _compressed_tensors(fields: Mapping[str, Any]) -> Stored | None:
     return None
 
 
-def _fp8(fields: Mapping[str, Any]) -> Stored:
+def _fp8(fields: Keys) -> Stored:
     """Blocks of two dimensions, or rows, have a float32."""
     block_size = fields.get("weight_block_size")
     if not block_size:
@@ -138,7 +141,7 @@ def _fp8(fields: Mapping[str, Any]) -> Stored:
 
 
 # By the checkpoint's `quant_method`: what its fields say.
-_FORMATS: dict[str, Callable[[Mapping[str, Any]], Stored | None]] = {
+_FORMATS: dict[str, Callable[[Keys], Stored | None]] = {
     "bitsandbytes": _bitsandbytes,
     "gptq": _groups,
     "awq": _groups,

@@ -1,7 +1,5 @@
 """A plan as text, and as JSON."""
 
-from typing import Any
-
 from .hardware import GIB
 from .plan import MemoryPlan
 from .rollout import Engine
@@ -15,7 +13,10 @@ def format_bytes(size: float) -> str:
 
 def format_plan(plan: MemoryPlan) -> str:
     """The table of phases and components, whether it fits, and what was assumed."""
-    return "\n".join([_head(plan), "", *_table(plan), "", *_verdict(plan), *_assumptions(plan)])
+    lines = [_head(plan), "", *_table(plan), ""]
+    lines += _verdict(plan)
+    lines += _assumptions(plan)
+    return "\n".join(lines)
 
 
 def _head(plan: MemoryPlan) -> str:
@@ -36,13 +37,17 @@ def _table(plan: MemoryPlan) -> list[str]:
     unit, unit_name = (2**20, "MiB")
     if plan.peak >= GIB:
         unit, unit_name = (GIB, "GiB")
+
+    def cell(size: int | None) -> str:
+        return "" if size is None else f"{size / unit:.2f}"
+
     phases = plan.phases.values()
     heads = [f"{name} *" if name == plan.limiting else name for name in plan.phases]
     rows = {f"{unit_name} per rank": heads}
     for phase in phases:
         for component in phase:
-            rows[component] = [f"{other[component] / unit:.2f}" if component in other else "" for other in phases]
-    rows["together"] = [f"{plan.total(name) / unit:.2f}" for name in plan.phases]
+            rows[component] = [cell(other.get(component)) for other in phases]
+    rows["together"] = [cell(plan.total(name)) for name in plan.phases]
     label_width = max(map(len, rows))
     widths = [max(10, len(head)) for head in heads]
     lines = []
@@ -93,7 +98,7 @@ def _assumptions(plan: MemoryPlan) -> list[str]:
     return lines
 
 
-def as_json(plan: MemoryPlan) -> dict[str, Any]:
+def as_json(plan: MemoryPlan) -> dict[str, object]:
     """The plan as plain values, with bytes as numbers."""
     settings = plan.settings
     base, trained = plan.parameters

@@ -55,29 +55,39 @@ def _online_rows(args: GRPOConfig, steps: int) -> list[Row]:
     """Rows on an optimizer step and on the run, for a trainer that draws completions."""
     group = args.num_generations
     uses = args.num_iterations
-    completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    step = f"{counted(completions, 'completion')} in the loss"
-    step += f" = {counted(completions / group, 'prompt')} × {counted(group, 'completion')}"
+    rows_of_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    completions = rows_of_rank * args.world_size
+    prompts = counted(completions / group, "prompt")
+    step = f"{counted(completions, 'completion')} in the loss = {prompts} × {counted(group, 'completion')}"
     if uses > 1:
         step += f", each used {uses} times"
 
     batch = args.generation_batch_size
-    batch_prompts = counted(batch // group, "prompt")
+    prompts = counted(batch // group, "prompt")
+    when = "every optimizer step"
     steps_per_batch = args.steps_per_generation * uses / args.gradient_accumulation_steps
-    when = "every optimizer step" if steps_per_batch == 1 else f"every {steps_per_batch:g} optimizer steps"
-    generation = f"{counted(batch, 'completion')} = {batch_prompts} × {group}, {when}"
+    if steps_per_batch != 1:
+        when = f"every {steps_per_batch:g} optimizer steps"
+    generation = f"{counted(batch, 'completion')} = {prompts} × {group}, {when}"
 
     drawn = steps * completions / uses
     prompts = counted(round(drawn / group), "prompt")
-    whole = f"{counted(steps, 'optimizer step')}, {prompts}, {counted(round(drawn), 'completion')}"
-    return [("optimizer step", step), ("generation batch", generation), ("whole run", whole)]
+    drawn_completions = counted(round(drawn), "completion")
+    whole = f"{counted(steps, 'optimizer step')}, {prompts}, {drawn_completions}"
+    return [
+        ("optimizer step", step),
+        ("generation batch", generation),
+        ("whole run", whole),
+    ]
 
 
 def _pair_rows(args: TrainingArguments, steps: int) -> list[Row]:
     """Rows on an optimizer step and on the run, for preference pairs."""
-    pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    pairs_of_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    pairs = pairs_of_rank * args.world_size
     step = f"{counted(pairs, 'preference pair')} in the loss"
-    whole = f"{counted(steps, 'optimizer step')}, {counted(steps * pairs, 'preference pair')}"
+    all_pairs = counted(steps * pairs, "preference pair")
+    whole = f"{counted(steps, 'optimizer step')}, {all_pairs}"
     return [("optimizer step", step), ("whole run", whole)]
 
 
