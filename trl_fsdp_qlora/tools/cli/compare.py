@@ -78,7 +78,7 @@ LIMITS = {"float32": (1e-5, 1e-4), "half precision": (0.05, 0.25)}
 
 def compare(words: list[str]) -> int:
     """Compare and print; returns the exit status."""
-    if {"--help", "-h"} & set(words):
+    if not {"--help", "-h"}.isdisjoint(words):
         print(__doc__)
         return 0
     warnings.simplefilter("ignore")  # the libraries warn about each other
@@ -126,7 +126,8 @@ def compare(words: list[str]) -> int:
 def _median_seconds(spans: list[tuple[Moment, Moment]]) -> float:
     """Median of the seconds of a phase, without its first step, which warms up."""
     _, *measured = spans
-    return statistics.median(seconds(start, end) for start, end in measured)
+    durations = [seconds(start, end) for start, end in measured]
+    return statistics.median(durations)
 
 
 def verdict(apart: list[tuple[float, float]], precision: str) -> tuple[bool, str]:
@@ -264,15 +265,16 @@ def _apart(step: int, losses: dict[str, float], of_stock: torch.Tensor, of_ours:
     """The differences of losses and gradients, as [`_steps`] yields them; a line has them, too."""
     stock_loss = losses[STOCK]
     our_loss = losses[OURS]
-    loss_apart = abs(our_loss - stock_loss) / max(1.0, abs(stock_loss))
+    scale = max(1.0, abs(stock_loss))
+    loss_apart = abs(our_loss - stock_loss) / scale
     stock_norm = of_stock.norm()
+    our_norm = of_ours.norm()
     difference = (of_ours - of_stock).norm()
-    gradient_apart = (difference / stock_norm.clamp(min=1e-30)).item()
-    print(
-        f"step {step}: losses {stock_loss:.6e} and {our_loss:.6e} ({loss_apart:.1e} apart), "
-        f"gradient norms {stock_norm:.6e} and {of_ours.norm():.6e} (difference {gradient_apart:.1e})",
-        flush=True,
-    )
+    fraction = difference / stock_norm.clamp(min=1e-30)
+    gradient_apart = fraction.item()
+    of_losses = f"losses {stock_loss:.6e} and {our_loss:.6e} ({loss_apart:.1e} apart)"
+    of_gradients = f"gradient norms {stock_norm:.6e} and {our_norm:.6e} (difference {gradient_apart:.1e})"
+    print(f"step {step}: {of_losses}, {of_gradients}", flush=True)
     return loss_apart, gradient_apart
 
 
@@ -309,8 +311,9 @@ def _scored(trainer: "TrainerRun | GRPOTrainer", rows: list[dict], generate: Cal
     """The generation batch of `trainer` for the prompts of `rows`, whose completions `generate` returns."""
     # TRL has no argument for completions that were drawn before: `rollout_func` replaces less of its method, and
     # neither RLOO nor runs with tools have one.
+    its_rows = copy.deepcopy(rows)
     with replaced(trainer, _generate=generate):
-        return trainer._generate_and_score_completions(copy.deepcopy(rows))
+        return trainer._generate_and_score_completions(its_rows)
 
 
 def _trainable(trainer: "TrainerRun | GRPOTrainer") -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """`trl-fsdp-qlora report RUN`: writes a page with the curves and the completions of a run."""
 
+import itertools
 from pathlib import Path
 
 from ...errors import UserError, mistyped_path
@@ -20,8 +21,10 @@ def report(words: list[str]) -> int:
     folder = options.run
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder of a run{mistyped_path(folder)}")
-    if not any(any(folder.glob(name)) for name in _OF_A_RUN):
-        raise UserError(f"{folder} has nothing of a run: none of {', '.join(_OF_A_RUN)}")
+    matches = itertools.chain.from_iterable(map(folder.glob, _OF_A_RUN))
+    if next(matches, None) is None:
+        names = ", ".join(_OF_A_RUN)
+        raise UserError(f"{folder} has nothing of a run: none of {names}")
     target = options.output or folder / NAME
     if target.is_dir():
         target = target / NAME
@@ -31,5 +34,6 @@ def report(words: list[str]) -> int:
         raise UserError(f"{target} cannot be written: {error.strerror}; --output names another file") from error
     for note in notes:
         print(note)
-    print(f"{target}, {target.stat().st_size / 1e6:.1f} MB")
+    megabytes = target.stat().st_size / 1e6
+    print(f"{target}, {megabytes:.1f} MB")
     return 0

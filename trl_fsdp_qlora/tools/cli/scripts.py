@@ -98,7 +98,7 @@ def _config_in(words: Sequence[str]) -> str | None:
     return options.get("--config")
 
 
-# Commands whose options are another program's, names of recipes, or a run's as they stand.
+# Commands whose options are another program's, names of recipes, or those of a run as they are.
 NOT_CHECKED = ("launch", "doctor", "recipes", "config")
 # Commands that take a recipe of any of these methods, next to options of their own.
 _OF_ANY_METHOD = {"plan": METHODS, "compare": tuple(method for method in METHODS if method.stock)}

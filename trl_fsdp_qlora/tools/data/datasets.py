@@ -53,9 +53,9 @@ COLUMNS = (
 QUESTIONS = (("prompt",), ("Body", "Question"), ("question",), ("problem",))
 # Suffix of a file -> the builder that `datasets` reads it with; all others are called as the suffix.
 _BUILDERS = {".jsonl": "json", ".tsv": "csv"}
-# Columns of a source that do not become columns of its prompts. TRL hands columns to reward functions as keyword
+# Columns of a source that do not become columns of its prompts. TRL passes columns to reward functions as keyword
 # arguments, next to arguments of its own. Pictures are read on the way.
-_NOT_HANDED_ON = {
+_NOT_PASSED_ON = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
     "image", "images", "environments",
 }  # fmt: skip
@@ -159,7 +159,7 @@ def _broken_line(path: Path) -> str | None:
 
 
 def _check_split(source: str, split: str) -> None:
-    """Refuse a split that `source` cannot have: of a file all rows are read, whatever the split is called.
+    """Refuse a split that `source` cannot have: of a file all rows are read, for any name of the split.
 
     `train+test` is what both together are called on the Hub, and all of a file of the same data.
     """
@@ -445,8 +445,12 @@ def hold_out(problems: Sequence[Problem], count: int, field: str = "held_out") -
 def without_overlap(train: Sequence[Problem], held_out: Iterable[Problem]) -> tuple[list[Problem], int]:
     """`train` without the problems whose question is also in `held_out`, and the number of those problems."""
     keys = set(map(_question_key, held_out))
-    rest = [problem for problem in train if _question_key(problem) not in keys]
-    return rest, len(train) - len(rest)
+    rest = []
+    for problem in train:
+        if _question_key(problem) not in keys:
+            rest.append(problem)
+    dropped = len(train) - len(rest)
+    return rest, dropped
 
 
 def to_prompts(
@@ -563,7 +567,7 @@ def _with_columns(dataset: Dataset, rows: Sequence[Row]) -> Dataset:
     for row in rows:
         names |= dict.fromkeys(row)
     for name in names:
-        if name in _NOT_HANDED_ON or name in dataset.column_names:
+        if name in _NOT_PASSED_ON or name in dataset.column_names:
             continue
         values = [row.get(name) for row in rows]
         try:

@@ -26,7 +26,11 @@ _TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 def _gold_rows(answer: Sequence, columns: dict) -> list[Gold | None]:
     rows = columns.get("row", range(len(answer)))
-    return [None if gold is None else parse_gold(gold, row) for gold, row in zip(answer, rows, strict=True)]
+    golds = []
+    for value, row in zip(answer, rows, strict=True):
+        gold = None if value is None else parse_gold(value, row)
+        golds.append(gold)
+    return golds
 
 
 def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float | None]]:
@@ -39,8 +43,13 @@ def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float
     def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
         rewards = []
         for completion, gold in zip(completions, _gold_rows(answer, columns), strict=True):
-            model_answer = extract_answer(completion_text(completion), answer_format, gold)
-            rewards.append(None if gold is None else float(answers_match(model_answer, gold)))
+            if gold is None:
+                rewards.append(None)
+                continue
+            text = completion_text(completion)
+            model_answer = extract_answer(text, answer_format, gold)
+            is_right = answers_match(model_answer, gold)
+            rewards.append(float(is_right))
         return rewards
 
     return exact_answer

@@ -102,11 +102,11 @@ class Scored(NamedTuple):
     passed_at_k: float
 
 
-def score_problem(greedy: Verdict, drawn: Sequence[Verdict], gold: Gold | None, answer_format: str) -> Scored:
+def score_problem(greedy: Verdict, samples: Sequence[Verdict], gold: Gold | None, answer_format: str) -> Scored:
     """Compare a problem's completions with its answer, or take the verdicts.
 
     Args:
-        greedy, drawn: the greedy completion and the sampled ones, which may be none.
+        greedy, samples: the greedy completion and the sampled ones, which may be none.
         gold: the right answer, or a function that accepts answers, see [`answers_match`].
     """
 
@@ -116,7 +116,10 @@ def score_problem(greedy: Verdict, drawn: Sequence[Verdict], gold: Gold | None, 
         return answers_match(answer, gold=gold)
 
     answer = extract_answer(greedy.text, answer_format, gold)
-    passed = any(is_right(sample, extract_answer(sample.text, answer_format, gold)) for sample in drawn)
+    passed = False
+    for sample in samples:
+        its_answer = extract_answer(sample.text, answer_format, gold)
+        passed = passed or is_right(sample, its_answer)
     return Scored(
         correct=is_right(greedy, answer),
         strict=is_right(greedy, required_answer(greedy.text, answer_format)),
@@ -140,10 +143,14 @@ class _Problems:
 
     def batch(self, indices: Sequence[int], repeats: int) -> list[dict]:
         """The rows of a batch, each `repeats` times, with their pictures, which are read again each time."""
-        rows = [self.rows[index] for index in indices]
-        if self.has_images:
-            rows = [{**self.rows[index], "images": self.dataset[index]["images"]} for index in indices]
-        return [row for row in rows for _ in range(repeats)]
+        rows = []
+        for index in indices:
+            row = self.rows[index]
+            if self.has_images:
+                images = self.dataset[index]["images"]
+                row = {**row, "images": images}
+            rows += [row] * repeats
+        return rows
 
 
 def _right_answer(row: dict, index: int) -> Gold:
@@ -155,14 +162,16 @@ def _right_answer(row: dict, index: int) -> Gold:
 def _verdicts(rows: Sequence[dict], answers: Sequence[Answer], measurement: Measurement) -> list[Verdict]:
     """The answers to `rows`, with the verdict of the judge or of the environment if there is one."""
     decisions: list[bool | None] = [None] * len(rows)
+    completions = [answer.completion for answer in answers]
     if measurement.judge is not None:
-        decisions = list(measurement.judge.verdicts(rows, [answer.completion for answer in answers]))
+        decisions = measurement.judge.verdicts(rows, completions)
     elif measurement.agent is not None:
         decisions = [measurement.agent.is_right(answer.environment) for answer in answers]
-    return [
-        Verdict(completion_text(answer.completion), answer.tokens, decision)
-        for answer, decision in zip(answers, decisions, strict=True)
-    ]
+    verdicts = []
+    for answer, decision in zip(answers, decisions, strict=True):
+        text = completion_text(answer.completion)
+        verdicts.append(Verdict(text, answer.tokens, decision))
+    return verdicts
 
 
 def evaluate(
@@ -204,21 +213,26 @@ def evaluate(
     draw_by = partial(Draw, model, synced_gpus=synced_gpus)
     samples = measurement.samples
 
+    def verdicts(batch: range, repeats: int, draw_settings: Draw) -> list[Verdict]:
+        rows = problems.batch(batch, repeats)
+        answers = trainer.draw(rows, draw_settings)
+        return _verdicts(rows, answers, measurement)
+
     def draw(batch: range) -> tuple[list[Verdict], list[Verdict]]:
-        rows = problems.batch(batch, 1)
-        best = _verdicts(rows, trainer.draw(rows, draw_by(greedy)), measurement)
+        of_greedy = verdicts(batch, 1, draw_by(greedy))
         if not samples:
-            return best, []
-        rows = problems.batch(batch, samples)
+            return of_greedy, []
         seed = (measurement.seed << 20) + batch.start
-        return best, _verdicts(rows, trainer.draw(rows, draw_by(sampled, seed)), measurement)
+        return of_greedy, verdicts(batch, samples, draw_by(sampled, seed))
 
     def score(batch: range, completions: tuple[list[Verdict], list[Verdict]]) -> list[Scored]:
-        best, drawn = completions
+        of_greedy, of_samples = completions
         scored = []
         for place, index in enumerate(batch):
-            of_problem = drawn[place * samples : (place + 1) * samples]
-            scored.append(score_problem(best[place], of_problem, problems.golds[index], measurement.answer_format))
+            first = place * samples
+            of_problem = of_samples[first : first + samples]
+            gold = problems.golds[index]
+            scored.append(score_problem(of_greedy[place], of_problem, gold, measurement.answer_format))
         return scored
 
     n = len(problems.rows)

@@ -56,11 +56,13 @@ class Judge:
     function: Callable[..., Sequence[float | None]]
 
     def verdicts(self, rows: Sequence[dict], completions: Sequence) -> list[bool]:
-        name = name_of(self.function)
-        with nonfatal(f"accuracy_function {name}"):
-            names = [name for name in rows[0] if name not in ("prompt", "images")]
-            columns = {name: [row[name] for row in rows] for name in names}
+        """Whether each of `completions` is right, in the order of their `rows`."""
+        with nonfatal(f"accuracy_function {name_of(self.function)}"):
             prompts = [row["prompt"] for row in rows]
+            columns = {}
+            for name in rows[0]:
+                if name not in ("prompt", "images"):
+                    columns[name] = [row[name] for row in rows]
             values = self.function(prompts=prompts, completions=completions, **columns)
             if inspect.iscoroutine(values):
                 values = asyncio.run(values)

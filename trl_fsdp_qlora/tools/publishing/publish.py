@@ -36,10 +36,12 @@ def _rename_on_card(card: ModelCard, old_base: str, base: str, repo: str) -> Non
     tags = card.data.tags or []
     card.data.tags = [tag.replace(f":{old_base}", f":{base}") for tag in tags]
     text = card.text.replace(code(old_base), code(base))
-    in_yaml, *_ = yaml.safe_dump(old_base, allow_unicode=True).splitlines()
+    as_yaml = yaml.safe_dump(old_base, allow_unicode=True)
+    in_yaml, *_ = as_yaml.splitlines()
     in_shell = shlex.quote(old_base)
     for spelling in (old_base, in_shell, in_yaml):
-        setting = rf"(?m)(model_name_or_path:? ){re.escape(spelling)}(?=\s)"
+        literal = re.escape(spelling)
+        setting = rf"(?m)(model_name_or_path:? ){literal}(?=\s)"
         text = re.sub(setting, rf"\g<1>{base}", text)
     names = {"base": base, "adapter": repo}
     for variable, name in names.items():
@@ -106,10 +108,10 @@ def send(scratch: Path, repo: str, private: bool | None = None) -> str:
     """
     api = HfApi()
     files = [path.name for path in scratch.iterdir()]
+    message = "Adapter and card"
     with tempfile.TemporaryDirectory() as back:
         try:
             api.create_repo(repo, private=private, exist_ok=True)
-            message = "Adapter and card"
             commit = api.upload_folder(repo_id=repo, folder_path=scratch, commit_message=message)
             api.snapshot_download(repo, revision=commit.oid, local_dir=back)
         except Exception as error:  # the Hub, the connection and a disk raise errors without a common class

@@ -163,18 +163,23 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
     """
     parser = _Parser(tuple(types))
     parser.add_argument("--config", help="YAML file with values for the options.")
-    argv = list(sys.argv[1:] if argv is None else argv)
-    options = {spelling for action in parser._actions for spelling in action.option_strings}
-    check_options(argv, options)
-    path = pop_options(argv, ("--config",))[0].get("--config")
-    if not {"-h", "--help"}.isdisjoint(argv):
-        _print_help(parser, types, "all" in argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = set()
+    for action in parser._actions:
+        options.update(action.option_strings)
+    check_options(words, options)
+    named_file, _ = pop_options(words, ("--config",))
+    path = named_file.get("--config")
+    if not {"-h", "--help"}.isdisjoint(words):
+        _print_help(parser, types, "all" in words)
         sys.exit(0)
     parser.set_defaults_with_config(**defaults or {})
-    words = [] if path is None else _words_of_file(path, parser)
-    namespace, rest = parser.parse_known_args([*words, *argv])
+    words_of_file = [] if path is None else _words_of_file(path, parser)
+    # The last value of an option counts, so the command line comes behind the file.
+    namespace, rest = parser.parse_known_args([*words_of_file, *words])
     if rest:
-        raise ConfigError(f"{' '.join(rest)!r} belongs to no option")
+        text = " ".join(rest)
+        raise ConfigError(f"{text!r} belongs to no option")
     return namespace
 
 
@@ -202,23 +207,32 @@ def _words_of_file(path: str, parser: _Parser) -> list[str]:
     Values that no word can express become defaults of `parser`, and the file's `env` goes into the environment.
     """
     values = read_yaml(path)
-    os.environ.update({str(name): str(value) for name, value in (values.pop("env", None) or {}).items()})
+    environment = values.pop("env", None) or {}
+    for name, value in environment.items():
+        os.environ[str(name)] = str(value)
     # Every scalar as it is written, because YAML itself takes `no` for False and `1e-5` for a text.
-    texts = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
+    file_text = Path(path).read_text(encoding="utf-8-sig")
+    texts = yaml.load(file_text, yaml.BaseLoader)
     # Reversed, so that a switch's action with a value counts, not its --no_ twin.
     actions = {action.dest: action for action in reversed(parser._actions)}
     check_keys(values, actions, path)
     words = []
     inexpressible = {}
     for key, value in values.items():
-        is_list = isinstance(value, list)
-        if value is None or isinstance(value, dict) or (is_list and actions[key].nargs != "+"):
+        option = f"--{key}"
+        action = actions[key]
+        text = texts[key]
+        if value is None or isinstance(value, dict):
             inexpressible[key] = value
-        elif is_list:
-            words += [f"--{key}", *texts[key]]
-        elif isinstance(value, bool) and actions[key].type is string_to_bool:  # which knows neither `on` nor `off`
-            words.append(f"--{key}={str(value).lower()}")
+        elif isinstance(value, list):
+            if action.nargs == "+":
+                words += [option, *text]
+            else:
+                inexpressible[key] = value
+        elif isinstance(value, bool) and action.type is string_to_bool:  # which knows neither `on` nor `off`
+            truth = "true" if value else "false"
+            words.append(f"{option}={truth}")
         else:
-            words.append(f"--{key}={texts[key]}")
+            words.append(f"{option}={text}")
     parser.set_defaults_with_config(**inexpressible)
     return words

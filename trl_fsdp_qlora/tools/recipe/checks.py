@@ -66,47 +66,36 @@ def user_code(script: ScriptArguments, settings: Mapping[str, object] | None = N
         UserError: an import path leads nowhere, a reward is unknown, the environment has no `reset`, or it has no
             `get_reward` although `rewards` names it.
     """
-    rewards = []
-    for name in script.rewards:
-        if name != OWN_REWARD:
-            reward = get_reward(name, script.answer_format)
-            rewards.append(reward)
+    rewards = [get_reward(name, script.answer_format) for name in script.rewards if name != OWN_REWARD]
+    paths = (script.accuracy_function, script.tool_format, script.environment, *script.tools)
+    functions = {path: load_function(path) for path in filter(None, paths)}
     judge = None
     if script.accuracy_function:
-        function = load_function(script.accuracy_function)
-        judge = Judge(function)
-    tool_format = _as_it_is
-    if script.tool_format:
-        tool_format = load_function(script.tool_format)
-    agent = _agent(script, settings or {})
-    return UserCode(rewards, judge, agent, tool_format)
-
-
-def _as_it_is(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The `tool_format` of a recipe that names none."""
-    return tokenizer
-
-
-def _agent(script: ScriptArguments, settings: Mapping[str, object]) -> Agent | None:
-    """The tools and the environment that `script` names, if there are any."""
+        judge = Judge(functions[script.accuracy_function])
+    tool_format = functions.get(script.tool_format, _as_it_is)
+    environment = functions.get(script.environment)
     owns_reward = OWN_REWARD in script.rewards
-    environment = None
-    if script.environment:
-        environment = load_function(script.environment)
-    tools = list(map(load_function, script.tools))
     if not script.tools and script.environment is None:
         if owns_reward:
             raise ConfigError(f"rewards: {OWN_REWARD} is an environment's get_reward, and no environment is set")
-        return None
+        return UserCode(rewards, judge, None, tool_format)
     methods = ("reset", "get_reward") if owns_reward else ("reset",)
     for method in methods:
         if environment is not None and not hasattr(environment, method):
             raise ConfigError(f"environment={script.environment!r} has no method {method}")
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
+    tools = [functions[path] for path in script.tools]
+    settings = settings or {}
     timeout = settings.get("tool_timeout")
     history = settings.get("history") or "append"
-    return Agent(tools, environment, owns_reward, timeout, history)
+    agent = Agent(tools, environment, owns_reward, timeout, history)
+    return UserCode(rewards, judge, agent, tool_format)
+
+
+def _as_it_is(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The `tool_format` of a recipe that names none."""
+    return tokenizer
 
 
 def check_tool_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -207,10 +196,11 @@ def check_reward_weights(script: ScriptArguments, config: TrainingArguments) -> 
     weights = vars(config).get("reward_weights")
     if weights is None or len(weights) == len(script.rewards):
         return
-    of_weights = counted(len(weights), "weight")
-    of_rewards = counted(len(script.rewards), "reward")
     names = ", ".join(script.rewards)
-    raise ConfigError(f"reward_weights has {of_weights} for {of_rewards} ({names}); give each its own")
+    raise ConfigError(
+        f"reward_weights has {counted(len(weights), 'weight')} for {counted(len(script.rewards), 'reward')} "
+        f"({names}); give each its own"
+    )
 
 
 def check_adapter(name: str) -> PeftConfig:

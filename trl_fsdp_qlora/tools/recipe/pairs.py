@@ -61,7 +61,10 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
 def _with_prompt(row: dict) -> dict:
     """A pair of TRL's explicit format, from a row in any format."""
     pair = {name: row[name] for name in FIELDS if row.get(name) is not None}
-    if isinstance(pair.get("prompt"), list) and isinstance(pair["chosen"], str):
-        answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
-        return pair | answers
-    return maybe_extract_prompt(pair)
+    is_mixed = isinstance(pair.get("prompt"), list) and isinstance(pair["chosen"], str)
+    if not is_mixed:
+        return maybe_extract_prompt(pair)
+    for name in ("chosen", "rejected"):
+        message = {"role": "assistant", "content": row[name]}
+        pair[name] = [message]
+    return pair

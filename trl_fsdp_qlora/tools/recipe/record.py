@@ -136,10 +136,11 @@ def settings_in(folder: str | Path) -> Settings:
     arguments = disk.read_json(Path(folder, ARGUMENTS))
     settings = measured_on(arguments)
     settings.pop("model_name_or_path", None)  # an adapter names its base
-    further = ("seed", "accuracy_samples", "accuracy_batch_size")
-    settings.update((name, arguments[name]) for name in further if name in arguments)
+    for name in ("seed", "accuracy_samples", "accuracy_batch_size"):
+        settings[name] = arguments.get(name)
     # The environment's own reward measures, too; other rewards may be in files that no longer exist.
-    settings["rewards"] = [OWN_REWARD] if OWN_REWARD in arguments.get("rewards", ()) else None
+    if OWN_REWARD in arguments.get("rewards", ()):
+        settings["rewards"] = [OWN_REWARD]
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -147,9 +148,10 @@ def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) ->
     """Lines with what to type when a run is finished."""
     option = "--adapter" if is_adapter else "--model_name_or_path"
     # The code that the run measures with, which `evaluate` takes from no folder.
-    code = code_in({name: vars(script)[name] for name in (*DATA, *CODE)})
-    evaluate = shlex.join(["trl-fsdp-qlora", "evaluate", option, output_dir, *as_words(code)])
-    lines = [f"  measure it: {evaluate}"]
+    settings = {name: vars(script)[name] for name in (*DATA, *CODE)}
+    code = as_words(code_in(settings))
+    evaluate = ["trl-fsdp-qlora", "evaluate", option, output_dir, *code]
+    lines = [f"  measure it: {shlex.join(evaluate)}"]
     served = output_dir
     if is_adapter:
         served = f"{output_dir.rstrip('/')}-merged"
@@ -157,8 +159,10 @@ def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) ->
         lines.append(f"  merge it:   {shlex.join(merge)}")
     served = shlex.quote(served)
     lines.append(f"  chat:       transformers serve {served}, and in another terminal transformers chat {served}")
-    if Path(output_dir, PAGE).is_file():
-        lines.append(f"  see it:     open {shlex.quote(str(Path(output_dir, PAGE)))} in a browser")
+    page = Path(output_dir, PAGE)
+    if page.is_file():
+        name = shlex.quote(str(page))
+        lines.append(f"  see it:     open {name} in a browser")
     return "\n".join(lines)
 
 
@@ -227,7 +231,7 @@ _MOST_WARNINGS = 50
 
 
 class RunPage(TrainerCallback):
-    """Keeps completions whenever metrics are logged, and writes the page of the run when something was measured.
+    """Keeps completions when a step is logged, and writes the page of the run when something was measured.
 
     The page of a run that is pushed to the Hub has no prompts and completions, because the whole folder is published.
     """

@@ -182,7 +182,8 @@ def _add_band(series: Series, run: Run, low: str, high: str) -> None:
     lows = _points(run, low)
     highs = _points(run, high)
     steps = series.steps
-    if lows.keys() >= set(steps) and highs.keys() >= set(steps):
+    in_both = lows.keys() & highs.keys()
+    if in_both.issuperset(steps):
         series.low = _rounded(lows[step] for step in steps)
         series.high = _rounded(highs[step] for step in steps)
 

@@ -27,15 +27,17 @@ def write_completions(folder: Path, step: int, drawn: Mapping) -> None:
 
     They are those of [`trl_fsdp_qlora.trainers.rollouts.generation_batches.drawn_rows`].
     """
-    tokens, cut = drawn["lengths"].T.tolist()
+    tokens, is_cut = drawn["lengths"].T.tolist()
     count = len(tokens)
+    prompts = map(_as_json, drawn["prompt"])
+    completions = map(_as_json, drawn["completion"])
     columns: dict[str, list] = {
         "step": [step] * count,
-        "prompt_json": list(map(_as_json, drawn["prompt"])),
-        "completion_json": list(map(_as_json, drawn["completion"])),
+        "prompt_json": list(prompts),
+        "completion_json": list(completions),
         "advantage": drawn["advantage"],
         "tokens": tokens,
-        "cut": list(map(bool, cut)),
+        "cut": list(map(bool, is_cut)),
     }
     for name, values in drawn["rewards"].items():
         columns.setdefault(name, values)

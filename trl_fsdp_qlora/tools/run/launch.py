@@ -28,11 +28,12 @@ def launch(words: Sequence[str]) -> int:
         words: as for `accelerate launch`; `--config_file` also takes the name of one of this package's configs.
 
     Returns:
-        The script's exit status; with several ranks, that of the first rank that failed; 128 + the signal if a signal
-            ended it.
+        The script's exit status; with several ranks, that of one that failed, and 2 if any had an error that the user
+            can fix; 128 + the signal if a signal ended it.
 
     Raises:
-        UserError: the config needs a package that is not installed.
+        UserError: an option is unknown or has no such value, there is no such config, or the config needs a package
+            that is not installed.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
@@ -74,7 +75,7 @@ def launch(words: Sequence[str]) -> int:
 
 
 def _pass_on(number: int, _frame: object) -> NoReturn:
-    """Hand a signal to the run's processes, wait until they have ended, however long their step is, and end."""
+    """Pass a signal on to the run's processes, wait until they have ended, however long their step is, and end."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     ranks = psutil.Process().children()
