@@ -105,6 +105,16 @@ def test_an_episode_that_fails_at_once_ends_the_run_in_one_line(rollouts):
     assert "\n" not in str(raised.value)
 
 
+def test_a_call_that_the_library_gave_up_is_not_answered():
+    from trl_fsdp_qlora.experimental.verifiers_rollouts.engine import Call, _draw
+
+    turn = SimpleNamespace(prompt=[vf.UserMessage(content="one")], tools=[])
+    late, waiting = Call(0, 1, turn, None), Call(1, 1, turn, None)
+    late.response.cancel()
+    _draw([late, waiting], 2, Scripted(str))
+    assert waiting.response.result().message.content == "1" and late.response.cancelled()
+
+
 def test_an_error_of_the_trainer_ends_the_episodes(rollouts):
     def fail(number):
         raise MemoryError("out of memory")
