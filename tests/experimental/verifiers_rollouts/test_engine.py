@@ -15,7 +15,7 @@ from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.experimental.verifiers_rollouts import VerifiersRollouts
 from trl_fsdp_qlora.tools.small_base import new_model
 
-vf = pytest.importorskip("verifiers.v1", reason="needs the library verifiers: pip install -e '.[verifiers]'")
+vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed: `make test-verifiers`")
 
 
 def environment():

@@ -102,7 +102,9 @@ def played(environment: Env, tasks: list[Task], trainer: "GRPOTrainer") -> list[
             client.episodes[trace.id] = number
 
         try:
-            episodes[number] = await environment.run_episode(tasks[number], context, on_trace=remember)
+            # An episode that fails is played again as often as `retries` of the environment's config has it.
+            (slot,) = environment.slots(tasks[number])
+            episodes[number] = await environment.run_slot(slot, context, on_trace=remember)
         finally:
             client.calls.put(None)
 

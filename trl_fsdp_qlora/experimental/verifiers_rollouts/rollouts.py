@@ -109,7 +109,7 @@ def trained_trace(episode: "Episode", number: int) -> "Trace":
         message = " ".join(errors[0].message.split())
         raise UserError(
             f"verifiers_rollouts: the episode of task {number} failed before anything was sampled: "
-            f"{errors[0].type}: {message}"
+            f"{errors[0].type}: {message}; retries of the environment's config play it again"
         )
     if len(traces) != 1:
         names = ", ".join(trace.agent.name for trace in traces) or "none"
