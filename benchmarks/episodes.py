@@ -1,24 +1,34 @@
 """Episodes whose turns are rows: tokens, seconds and memory of a step next to a loop over the same rows, padded.
 
-    OMP_NUM_THREADS=1 python benchmarks/episodes.py --output episodes     # several minutes on one thread
+    OMP_NUM_THREADS=1 python benchmarks/episodes.py --output episodes     # ten minutes of a quiet thread
+    OMP_NUM_THREADS=1 python benchmarks/episodes.py --steps --levels 0 20 --output episodes_levels
     python benchmarks/episodes.py --tokens                                # tokens of six shapes alone, in seconds
 
 An agent's thinking is gone from the history that the chat template renders at the next turn, so each turn is a row: a
 head, the answers and observations of earlier turns, the thinking and the answer of its own turn. The step is
 `compute_loss` + backward of `EfficientGRPOTrainer` on the rows. The loop runs the same rows through TRL's fused head,
-four at a time, with a backward for each four, so it holds no more than four rows. Seconds are CPU seconds.
+four at a time, with a backward for each four, so it holds no more than four rows. Seconds are CPU seconds, and runs of
+both alternate.
+
+`--levels` measures where depth costs: an attention call more for each level and layer. The same episode of 33 turns,
+with observations of so many tokens, is computed as a tree of more and of fewer levels.
 """
 
 import argparse
 import json
+import os
 import random
+import statistics
 import time
+from datetime import date
 
 import numpy as np
 import torch
 from synthetic import RESULTS, cpu_name, make_model, make_trainer, peak_bytes
+from synthetic import SHAPES as SHAPES_OF_MODELS
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora.prefix_sharing import forest
 from trl_fsdp_qlora.prefix_sharing.forest import build_forest, sort_by_prefix
 
 # Episodes, turns, tokens of the head, of thinking, answer and observation; episodes that call alike; observations that
@@ -72,12 +82,12 @@ def tokens(rows) -> dict[str, int]:
     for row, (ids, _) in zip(tokens_BL, rows, strict=True):
         row[: len(ids)] = ids
     _, common = sort_by_prefix(tokens_BL, lengths_B)
-    forest = build_forest(tokens_BL, lengths_B)
+    tree = build_forest(tokens_BL, lengths_B)
     return {
         "rows": int(lengths_B.sum()),
-        "computed": int(forest.tokens),
+        "computed": int(tree.tokens),
         "least": int(lengths_B.sum() - common.sum()),
-        "levels": int(forest.levels.max()) + 1,
+        "levels": int(tree.levels.max()) + 1,
     }
 
 
@@ -125,13 +135,18 @@ def loop(model, episodes, advantages, items, size=4) -> None:
         (-(scores * is_sampled[:, 1:] * weights).sum() / items).backward()
 
 
-def timed(run, runs: int) -> float:
-    seconds = []
+def timed(ways: dict, runs: int) -> dict[str, dict[str, float]]:
+    """CPU seconds of each way: the median, the least and the most; runs of the ways alternate."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(runs):
-        start = time.process_time()
-        run()
-        seconds.append(time.process_time() - start)
-    return sorted(seconds)[len(seconds) // 2]
+        for name, run in ways.items():
+            start = time.process_time()
+            run()
+            seconds[name].append(time.process_time() - start)
+    return {
+        name: {"median": statistics.median(values), "least": min(values), "most": max(values)}
+        for name, values in seconds.items()
+    }
 
 
 def measure(name: str, args, model) -> dict:
@@ -155,22 +170,70 @@ def measure(name: str, args, model) -> dict:
     largest = max(reference.abs().max() for _, reference in pairs)
     apart = max((mine - reference).abs().max() / largest for mine, reference in pairs).item()
     result = {"name": name, **tokens([row for rows in episodes for row in rows]), "gradients_apart": apart}
-    result["seconds"] = {"loop": timed(run_loop, args.runs), "ours": timed(step, args.runs)}
-    result["times"] = result["seconds"]["loop"] / result["seconds"]["ours"]
+    result["seconds"] = timed({"loop": run_loop, "ours": step}, args.runs)
+    result["times"] = result["seconds"]["loop"]["median"] / result["seconds"]["ours"]["median"]
     result["peak_mib"] = {"loop": peak_bytes(run_loop, "cpu") / 2**20, "ours": peak_bytes(step, "cpu") / 2**20}
     return result
+
+
+def measure_levels(observation: int, args, model) -> dict:
+    """Seconds of a step by the tokens that a level has to save, so by the number of levels."""
+    episodes = make_episodes(1, 33, 120, 60, 12, observation, 1, None, vocabulary=args.vocabulary)
+    rows = [row for rows in episodes for row in rows]
+    batch = batch_of(episodes)
+    trainer = make_trainer(EfficientGRPOTrainer, model, "auto", args, 2)
+
+    def step_saving(saved: int):
+        def step():
+            forest.MIN_SAVED_BY_LEVEL = saved
+            trainer.model.zero_grad()
+            trainer.compute_loss(trainer.model, batch).backward()
+
+        return step
+
+    of_the_rule = forest.MIN_SAVED_BY_LEVEL
+    trees = {}
+    ways = {}
+    for saved in sorted({of_the_rule, *args.level_saves}):
+        forest.MIN_SAVED_BY_LEVEL = saved
+        tree = {"level_saves": saved, "is_rule": saved == of_the_rule, **tokens(rows)}
+        if tree["levels"] not in [other["levels"] for other in trees.values()]:
+            trees[saved] = tree
+            ways[saved] = step_saving(saved)
+    for step in ways.values():
+        step()
+    seconds = timed(ways, args.runs)
+    forest.MIN_SAVED_BY_LEVEL = of_the_rule
+    return {
+        "observation": observation,
+        "trees": [{**tree, "seconds": seconds[saved]} for saved, tree in trees.items()],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", action="store_true", help="count the tokens of six shapes, and train on none")
-    parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
+    parser.add_argument("--steps", nargs="*", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--vocabulary", type=int, default=512)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--levels", type=int, nargs="*", default=[], help="tokens of an observation")
+    parser.add_argument("--level_saves", type=int, nargs="*", default=[100, 200, 400, 800, 1600])
+    parser.add_argument("--shape", default="cpu", choices=SHAPES_OF_MODELS)
     parser.add_argument("--output", help="name of a file in benchmarks/results")
     args = parser.parse_args()
     args.device = "cpu"
-    results = {"processor": cpu_name(), "threads": torch.get_num_threads(), "tokens": {}, "steps": []}
+    hidden, _, layers, *_ = SHAPES_OF_MODELS[args.shape]
+    results = {
+        "date": str(date.today()),
+        "processor": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "model": f"Qwen3, hidden size {hidden}, {layers} layers, float32",
+        "runs": args.runs,
+        "load": [os.getloadavg()[0]],
+        "tokens": {},
+        "steps": [],
+        "levels": [],
+    }
     for name, shape in SHAPES.items():
         counts = tokens([row for rows in make_episodes(*shape) for row in rows])
         results["tokens"][name] = counts
@@ -181,6 +244,11 @@ def main() -> None:
         for name in args.steps:
             results["steps"].append(measure(name, args, model))
             print(json.dumps(results["steps"][-1]), flush=True)
+            results["load"].append(os.getloadavg()[0])
+        for observation in args.levels:
+            results["levels"].append(measure_levels(observation, args, model))
+            print(json.dumps(results["levels"][-1]), flush=True)
+            results["load"].append(os.getloadavg()[0])
     if args.output:
         (RESULTS / f"{args.output}.json").write_text(json.dumps(results, indent=2) + "\n")
 

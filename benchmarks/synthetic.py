@@ -28,10 +28,12 @@ from trl_fsdp_qlora import EfficientGRPOConfig
 
 T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results"
-# Qwen3's hidden size, MLP, layers, heads, key-value heads and head size; "tiny" is for rehearsals on CUDA.
+# Qwen3's hidden size, MLP, layers, heads, key-value heads and head size; "tiny" is for rehearsals on CUDA,
+# "wide" has two layers of the 0.6B model.
 SHAPES = {
     "cpu": (256, 768, 4, 4, 2, 64),
     "tiny": (64, 128, 1, 4, 2, 16),
+    "wide": (1024, 3072, 2, 16, 8, 128),
     "0.6B": (1024, 3072, 28, 16, 8, 128),
     "1.7B": (2048, 6144, 28, 16, 8, 128),
     "smollm2": (576, 1536, 30, 9, 3, 64),  # SmolLM2-135M, whose vocabulary is 49,152

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
 
-from trl_fsdp_qlora.compat.generation import takes_dynamic_cache
 from trl_fsdp_qlora.compat.transformers import CACHE, cache_name
+from trl_fsdp_qlora.compat.transformers_generation import takes_dynamic_cache
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
 CONFIGS = {

@@ -1,4 +1,4 @@
-"""Covers `compat/generation.py`."""
+"""Covers `compat/transformers_generation.py`."""
 
 import ast
 import inspect
@@ -13,8 +13,8 @@ from trl.generation import vllm_generation
 from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOTrainer, TSPMOTrainer
 from trl_fsdp_qlora.compat import trl as trl_seams
 from trl_fsdp_qlora.compat import trl_rollouts
-from trl_fsdp_qlora.compat.generation import MISFIT
 from trl_fsdp_qlora.compat.signatures import misfits
+from trl_fsdp_qlora.compat.transformers_generation import MISFIT
 
 # What `engines/vllm/engine.py` and `engines/decode/completions.py` pass, and what they read of an engine under the
 # same name. TRL's trainer passes the rest, and `AdapterEngine` hands it on.

@@ -12,10 +12,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.prefix_sharing import forest
 from trl_fsdp_qlora.prefix_sharing.batch import Instructions, Sequences, decode, encode
-from trl_fsdp_qlora.prefix_sharing.problems import PassType, Status
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow, PassRecord, lay_out
 from trl_fsdp_qlora.prefix_sharing.row_mask import options_of
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, SharingOptions, causal_language_model, install_sharing
+from trl_fsdp_qlora.prefix_sharing.status import PassType, Status
 
 VOCABULARY = 67
 PROMPT = 14

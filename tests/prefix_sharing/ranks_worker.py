@@ -29,8 +29,8 @@ from tests.prefix_sharing.helpers import (
     with_stock_head,
 )
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
-from trl_fsdp_qlora.prefix_sharing.problems import Scope
 from trl_fsdp_qlora.prefix_sharing.recurrent.known_layers import recurrent_layers
+from trl_fsdp_qlora.prefix_sharing.status import Scope
 
 
 def wrapped(wrapper, model):

@@ -18,8 +18,8 @@ from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import packed_model, row
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
-from trl_fsdp_qlora.prefix_sharing.problems import PassType
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
+from trl_fsdp_qlora.prefix_sharing.status import PassType
 
 from .helpers import (
     COUNTING,

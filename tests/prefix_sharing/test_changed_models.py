@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.tiny import lora, these_first
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import check
-from trl_fsdp_qlora.prefix_sharing.problems import PassType
+from trl_fsdp_qlora.prefix_sharing.status import PassType
 
 from .helpers import (
     MAKE,

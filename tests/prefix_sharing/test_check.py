@@ -14,8 +14,8 @@ from trl_fsdp_qlora.compat import fsdp
 from trl_fsdp_qlora.prefix_sharing import check
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.check import differences, rounding_unit, statistics
-from trl_fsdp_qlora.prefix_sharing.problems import PassType
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow
+from trl_fsdp_qlora.prefix_sharing.status import PassType
 
 from .helpers import COMPLETION, PROMPT, assert_equals_stock, awkward_batch, build, make_batch, one_pass, prepared
 

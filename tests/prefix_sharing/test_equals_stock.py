@@ -1,14 +1,14 @@
 """Log-probabilities, entropies and gradients of a packed pass equal those of the padded one: every family, each
 backend.
 
-Covers `prefix_sharing/problems.py`, `prefix_sharing/recurrent/layers.py`.
+Covers `prefix_sharing/status.py`, `prefix_sharing/recurrent/layers.py`.
 """
 
 import pytest
 import torch
 
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
-from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
+from trl_fsdp_qlora.prefix_sharing.status import CannotPack
 
 from .helpers import (
     COMPLETION,

@@ -17,7 +17,7 @@ from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, without_dropout
 from trl_fsdp_qlora.prefix_sharing.facts import position_limit
-from trl_fsdp_qlora.prefix_sharing.problems import Scope
+from trl_fsdp_qlora.prefix_sharing.status import Scope
 
 from .helpers import (
     COMPLETION,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trl_fsdp_qlora.prefix_sharing.attention.cascade import _whole_ancestors
 from trl_fsdp_qlora.prefix_sharing.forest import build_forest
-from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
+from trl_fsdp_qlora.prefix_sharing.status import CannotPack
 
 from .helpers import (
     completion_labels,

@@ -18,8 +18,8 @@ from trl_fsdp_qlora.prefix_sharing import image_keys, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.batch import Batch, Instructions
 from trl_fsdp_qlora.prefix_sharing.compared_rows import compared_rows
-from trl_fsdp_qlora.prefix_sharing.problems import CannotPack, Scope
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
+from trl_fsdp_qlora.prefix_sharing.status import CannotPack, Scope
 
 from .helpers import (
     LINEAR,

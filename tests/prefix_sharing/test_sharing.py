@@ -21,9 +21,9 @@ from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, row
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.attention import cascade, two_part
-from trl_fsdp_qlora.prefix_sharing.problems import PassType
 from trl_fsdp_qlora.prefix_sharing.recurrent.known_layers import recurrent_layers
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
+from trl_fsdp_qlora.prefix_sharing.status import PassType
 
 from .helpers import (
     COUNTING,

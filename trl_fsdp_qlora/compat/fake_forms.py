@@ -79,7 +79,9 @@ class _Attention(torch.autograd.Function):
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """Autocast's dtype if autocast is on, else the dtype of `x`; autocast has no effect inside a custom function."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def _attention(module, query, key, value, attention_mask, **kwargs):
@@ -109,9 +111,10 @@ def replace_experts(experts: nn.Module, dense: Callable) -> None:
     first = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
     shapes = {}  # (out_features, in_features) by projection
     for name, parameter in experts.named_parameters(recurse=False):
-        if parameter.ndim == 3:
-            shape = tuple(parameter.shape[1:])
-            shapes[name] = shape[::-1] if experts.is_transposed else shape
+        if parameter.ndim != 3:
+            continue
+        _, rows, columns = parameter.shape
+        shapes[name] = (columns, rows) if experts.is_transposed else (rows, columns)
 
     def project(self, name, x):
         weight = getattr(self, name)
@@ -181,16 +184,22 @@ class HeadOnGpu(torch.autograd.Function):
         wanted = scales_and_outputs[-1]
         names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
         is_wanted = {"log_probs", *wanted}
-        return tuple(
-            hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) if name in is_wanted else None for name in names
-        )
+        outputs: list[torch.Tensor | None] = []
+        for name in names:
+            out_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) if name in is_wanted else None
+            outputs.append(out_N)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx, *grads_N):
         hidden_NH, weight_VH = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = hidden_NH.new_empty(hidden_NH.shape, dtype=torch.float32) if needs_hidden else None
-        grad_weight = weight_VH.new_empty(weight_VH.shape, dtype=torch.float32) if needs_weight else None
+        grad_hidden = None
+        grad_weight = None
+        if needs_hidden:
+            grad_hidden = hidden_NH.new_empty(hidden_NH.shape, dtype=torch.float32)
+        if needs_weight:
+            grad_weight = weight_VH.new_empty(weight_VH.shape, dtype=torch.float32)
         hidden_NH.new_empty(ctx.tile, dtype=compute_dtype(hidden_NH))
         if needs_hidden:
             grad_hidden = grad_hidden.to(hidden_NH.dtype)

@@ -30,17 +30,26 @@ def parameters_of(cls: type, method: str) -> list[str]:
     source of the class.
     """
     parameters = inspect.signature(getattr(cls, method)).parameters
-    if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
-        return list(parameters)[1:]
-    return _parameters_in_source(cls, method)
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return _parameters_in_source(cls, method)
+    _, *names = parameters
+    return names
 
 
 @functools.cache
 def _parameters_in_source(cls: type, method: str) -> list[str]:
-    module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
-    definition = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
-    methods = {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
-    return [argument.arg for argument in methods[method].args.args][1:]
+    source = inspect.getsource(sys.modules[cls.__module__])
+    classes = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            classes[node.name] = node
+    methods = {}
+    for node in classes[cls.__name__].body:
+        if isinstance(node, ast.FunctionDef):
+            methods[node.name] = node
+    _, *arguments = methods[method].args.args
+    return [argument.arg for argument in arguments]
 
 
 # Packages whose hooks and forwards leave what a model computes from a token as it is, so that they may come and go.
@@ -57,7 +66,8 @@ def module_of(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)  # of a bound method
-    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    names_of_module = getattr(function, "__globals__", {})
+    return names_of_module.get("__name__", type(function).__module__)
 
 
 def users_code(owner: object, names: Iterable[str]) -> str | None:
@@ -69,9 +79,10 @@ def users_code(owner: object, names: Iterable[str]) -> str | None:
     for name in names:
         for holder in (owner, *type(owner).__mro__):
             function = vars(holder).get(name)
-            if function is not None and not all(map(is_of_library, _wrapped_functions(function))):
-                owning_class = holder if isinstance(holder, type) else type(holder)
-                return f"{owning_class.__qualname__}.{name}"
+            if all(map(is_of_library, _wrapped_functions(function))):
+                continue
+            owning_class = holder if isinstance(holder, type) else type(holder)
+            return f"{owning_class.__qualname__}.{name}"
     return None
 
 

@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from ..compat.peft import rows_have_adapters
 from ..compat.trl import Vision, rows_of_images
 from ..scoring.transfer import to_device, to_host
-from .problems import CannotPack
+from .status import CannotPack
 
 if TYPE_CHECKING:
     from .passes import Forward
@@ -416,12 +416,18 @@ def further_output(base: PreTrainedModel, arguments: Arguments) -> str | None:
         arguments: of the call.
     """
     config = base.config
+
+    def chosen(name: str, default: bool) -> bool:
+        """Returns an argument of the call; the config's setting if it is absent."""
+        value = arguments.get(name)
+        if value is None:
+            value = getattr(config, name, default)
+        return value
+
     for name in _FURTHER_OUTPUTS:
-        asked = arguments.get(name)
-        if getattr(config, name, False) if asked is None else asked:
+        if chosen(name, default=False):
             return name
-    return_dict = arguments.get("return_dict")
-    if (getattr(config, "return_dict", True) if return_dict is None else return_dict) is False:
+    if chosen("return_dict", default=True) is False:
         return "return_dict=False"
     use_cache = arguments.get("use_cache")
     if use_cache is None and not (torch.is_grad_enabled() and base.training):

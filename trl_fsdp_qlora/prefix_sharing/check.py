@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .batch import Batch
-from .problems import is_out_of_memory, reason_of
 from .ranks import reduced_over_ranks
+from .status import is_out_of_memory, reason_of
 from .unseen import Unseen
 
 # Differences that are never called a fault: the mean over all tokens and over first tokens (which are predicted across

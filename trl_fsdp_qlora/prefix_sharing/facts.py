@@ -96,8 +96,13 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 def _attends_by_registry(model: PreTrainedModel) -> bool:
     """Whether the file of an attention layer of `model` has transformers' table of attention functions."""
-    classes = {cls for module in model.modules() if "layer_idx" in vars(module) for cls in type(module).__mro__}
-    return any(hasattr(sys.modules.get(cls.__module__), "ALL_ATTENTION_FUNCTIONS") for cls in classes)
+    for module in model.modules():
+        if "layer_idx" not in vars(module):
+            continue
+        for cls in type(module).__mro__:
+            if hasattr(sys.modules.get(cls.__module__), "ALL_ATTENTION_FUNCTIONS"):
+                return True
+    return False
 
 
 def setting(config: PreTrainedConfig, name: str, default: Any = None) -> Any:

@@ -491,7 +491,8 @@ def _pieces(lengths: np.ndarray, nodes: list[Node]) -> tuple[list[Node], np.ndar
     for node in sorted(nodes, key=parents_first):
         while path and pieces[path[-1]].last < node.first:
             path.pop()
-        parents.append(path[-1] if path else -1)
+        parent = path[-1] if path else -1
+        parents.append(parent)
         innermost_of_row[node.first : node.last + 1] = len(pieces)
         path.append(len(pieces))
         pieces.append(node)

@@ -29,10 +29,10 @@ from ..compat.trl import Vision, rows_of_images
 from ..scoring.transfer import to_device
 from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Arguments, Batch, Sequences, last_true, on_host
 from .image_keys import hashed, line_hashes, row_keys
-from .problems import CannotPack
 from .ranks import reduced_over_ranks
 from .row import PackedRow
 from .segments import equal_runs
+from .status import CannotPack
 
 # By the index of a run of prompts, and by the type of a layer: see [`own_masks`].
 OwnMasks = dict[int, dict[str, torch.Tensor | None]]

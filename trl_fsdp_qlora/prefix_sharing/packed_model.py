@@ -27,12 +27,12 @@ from .batch import IGNORED_LABEL, Batch, Sequences, decode, encode
 from .facts import ModelFacts, unsupported_reason
 from .forest import Forest, build_forest
 from .passes import Forward, PassRules
-from .problems import CannotPack
 from .ranks import is_sharded, reduced_over_ranks
 from .recurrent.known_layers import recurrent_layers
 from .row import PackedRow, PassRecord, RowOptions, lay_out
 from .row_mask import masks_of
 from .segments import join
+from .status import CannotPack
 
 if TYPE_CHECKING:
     from .images import Images
@@ -241,7 +241,9 @@ class PackedModel:
             self.entropy_gradient,
             self.lm_head_kernel,
         )
-        values = {name: None if x is None else packed_row.scatter(x) for name, x in values.items()}
+        for name, value_N in values.items():
+            if value_N is not None:
+                values[name] = packed_row.scatter(value_N)
         values["log_probs"] = forward.view.with_collected(values["log_probs"])
         forward.record.add(packed_row)
         return trls.FusedCausalLMOutput(label_mask=batch.labels[:, 1:] != IGNORED_LABEL, aux_loss=sums_M2E, **values)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..compat.deepspeed import is_zero3
-from .problems import CannotPack
+from .status import CannotPack
 
 # The name of a thing that a layer keeps: the layer's `id` (or a name), and what distinguishes its things.
 Slot = tuple
@@ -103,9 +103,13 @@ class _AttachCollected(torch.autograd.Function):
     def backward(ctx, gradient):
         gradients = []
         for collected, (shape, dtype, device) in zip(ctx.collected, ctx.like, strict=True):
-            nothing = collected is None
-            total = torch.zeros(shape, dtype=dtype, device=device) if nothing else collected.take()
-            gradients.append(None if total is None else total.to(dtype))
+            if collected is None:
+                total = torch.zeros(shape, dtype=dtype, device=device)
+            else:
+                total = collected.take()
+            if total is not None:
+                total = total.to(dtype)
+            gradients.append(total)
         return gradient, None, *gradients
 
 
@@ -119,10 +123,15 @@ def detach_and_collect(value: torch.Tensor, collected: GradAccumulator) -> torch
 
 def attach_collected(x: torch.Tensor, values: list[tuple[torch.Tensor, GradAccumulator | None]]) -> torch.Tensor:
     """Returns `x`; its backward passes on to each value what was collected for it."""
-    values = [(value, collected) for value, collected in values if value.requires_grad]
-    if not values or not x.requires_grad:
+    with_gradients = []
+    collected_for = []
+    for value, collected in values:
+        if value.requires_grad:
+            with_gradients.append(value)
+            collected_for.append(collected)
+    if not with_gradients or not x.requires_grad:
         return x
-    return _AttachCollected.apply(x, [collected for _, collected in values], *(value for value, _ in values))
+    return _AttachCollected.apply(x, collected_for, *with_gradients)
 
 
 def backward_collected(values: list[tuple[torch.Tensor, GradAccumulator]]) -> None:
@@ -236,7 +245,11 @@ class CacheView:
                 self.keep(prefix, slot, x.narrow(2, start, length))
         if not self.used:
             return x
-        return torch.cat([x, *(self.kept(prefix, slot).to(x.dtype) for prefix in self.used)], dim=2)
+        parts = [x]
+        for prefix in self.used:
+            kept = self.kept(prefix, slot)
+            parts.append(kept.to(x.dtype))
+        return torch.cat(parts, dim=2)
 
     def end(self, hidden: torch.Tensor) -> None:
         """Note that the forward is over; keep its last hidden states if all layers have to be in the backward."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from .problems import CannotPack
+from .status import CannotPack
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from ..scoring.transfer import to_device
 from .batch import Sequences
 from .forest import Forest
 from .prefix_cache import CacheView, PrefixCache
-from .problems import is_out_of_memory, reason_of
+from .status import is_out_of_memory, reason_of
 
 # On CUDA the length of a row is a multiple of this many tokens. Batches differ by some tokens, and torch's allocator
 # keeps blocks of every size that was requested, so memory would fill with blocks of nearly equal size.

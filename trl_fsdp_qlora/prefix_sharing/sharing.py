@@ -31,10 +31,10 @@ from .facts import stamp
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
 from .passes import Forward, PassPlan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
-from .problems import CannotPack, PassType, Scope, Status
 from .ranks import deciding_alone, is_sharded, reduced_over_ranks
 from .request import Request, take_request
 from .row import PassRecord
+from .status import CannotPack, PassType, Scope, Status
 from .wrapped_backbone import WrappedBackbone
 from .wrapped_forward import ATTRIBUTE, WrappedForward
 

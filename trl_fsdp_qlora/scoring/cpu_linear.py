@@ -73,7 +73,8 @@ def put_on(model: nn.Module) -> list[nn.Linear]:
         return []
     layers = []
     for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module).forward is _LINEAR and "forward" not in vars(module):
+        has_torchs_forward = type(module).forward is _LINEAR and "forward" not in vars(module)
+        if isinstance(module, nn.Linear) and has_torchs_forward:
             module.forward = types.MethodType(_forward, module)
             layers.append(module)
     return layers
@@ -113,7 +114,9 @@ def _forward(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if _needs_torch(input) or not is_faster(layer.weight):
         # If a batch is not contiguous, as the last hidden states of a prefill, torch copies a bfloat16 weight once per
         # row: the head of a 0.5B model takes 50 s and 5 GB for 20 prompts, and 0.04 s with a contiguous input.
-        return _LINEAR(layer, input.contiguous() if input.ndim > 2 else input)
+        if input.ndim > 2:
+            input = input.contiguous()
+        return _LINEAR(layer, input)
     return _differentiable_product(input, layer.weight, layer.bias)
 
 
@@ -134,7 +137,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
+        x_of_weight_grad = x if weight.requires_grad else None
+        weight_of_x_grad = weight if x.requires_grad else None
+        ctx.save_for_backward(x_of_weight_grad, weight_of_x_grad)
         return product(x, weight, bias)
 
     @staticmethod
@@ -142,8 +147,15 @@ class _Product(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
-        grad_x = product(grad, weight.t()) if needs_x else None
-        grad_weight = product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if needs_weight else None
-        grad_bias = rows.sum(0) if needs_bias else None
+        grad_rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = None
+        grad_weight = None
+        grad_bias = None
+        if needs_x:
+            grad_x = product(grad, weight.t())
+        if needs_weight:
+            x_rows = x.reshape(-1, x.shape[-1])
+            grad_weight = product(grad_rows.t(), x_rows.t())
+        if needs_bias:
+            grad_bias = grad_rows.sum(0)
         return grad_x, grad_weight, grad_bias

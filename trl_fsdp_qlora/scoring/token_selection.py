@@ -45,9 +45,11 @@ def check_selection(
         ValueError: names the value, the reason and what to write instead.
     """
     if strategy not in STRATEGIES:
-        raise ValueError(f"token_selection={strategy!r} is unknown; the strategies are {', '.join(STRATEGIES)}")
+        names = ", ".join(STRATEGIES)
+        raise ValueError(f"token_selection={strategy!r} is unknown; the strategies are {names}")
     if weighting not in WEIGHTINGS:
-        raise ValueError(f"token_selection_weighting={weighting!r} is unknown; it is one of {', '.join(WEIGHTINGS)}")
+        names = ", ".join(WEIGHTINGS)
+        raise ValueError(f"token_selection_weighting={weighting!r} is unknown; it is one of {names}")
     if weighting == "auto":
         weighting = "self_normalized" if strategy == "s_grpo" else "horvitz_thompson"
     is_unbiased = weighting == "horvitz_thompson"
@@ -204,8 +206,11 @@ def capped_probability(n: torch.Tensor, rate: float, room: int, most: int | None
     j = torch.arange(most + 1, dtype=torch.float64, device=n.device)
     remaining = (n - j).clamp(min=0)
     log_factorial = torch.lgamma(n + 1)
-    log_choose = log_factorial - torch.lgamma(j + 1) - torch.lgamma(remaining + 1)
-    log_power = j * np.log(rate) + remaining * np.log1p(-rate)
+    log_choose = log_factorial - torch.lgamma(j + 1)
+    log_choose = log_choose - torch.lgamma(remaining + 1)
+    log_of_drawn = j * np.log(rate)
+    log_of_others = remaining * np.log1p(-rate)
+    log_power = log_of_drawn + log_of_others
     probability = torch.exp(log_choose + log_power)
     probability = torch.where(j <= n, probability, 0.0)
     kept = j.clamp(max=room)

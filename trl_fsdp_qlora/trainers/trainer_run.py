@@ -17,8 +17,8 @@ from ..compat.trl_seams import METHODS_OF_LOSS
 from ..fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit, keep_plain_kernel
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..long_rows import tiles as token_tiles
-from ..prefix_sharing.problems import Status
 from ..prefix_sharing.sharing import PromptSharing, SharingOptions, causal_language_model, install_sharing
+from ..prefix_sharing.status import Status
 from ..utils.files import naming_full_disk
 from ..utils.plain import counted
 from ..utils.threads import fitted_threads

@@ -23,8 +23,8 @@ from trl_fsdp_qlora.engines.decode.decoding import _DecodedRows
 from trl_fsdp_qlora.long_rows import tiles
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import PassPlan
-from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
+from trl_fsdp_qlora.prefix_sharing.status import CannotPack
 from trl_fsdp_qlora.scoring import frozen_head, logprobs
 from trl_fsdp_qlora.tools.planning import fake_run
 from trl_fsdp_qlora.tools.planning.fake_run import FakeRun

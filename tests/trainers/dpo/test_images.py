@@ -6,7 +6,7 @@ from trl import DPOConfig, DPOTrainer
 
 from tests.trainers.sharing.test_images import ADAPTER, small_llava
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
-from trl_fsdp_qlora.prefix_sharing.problems import CannotPack, PassType, Scope
+from trl_fsdp_qlora.prefix_sharing.status import CannotPack, PassType, Scope
 
 from .test_trainer import DEFAULTS, assert_same_loss
 

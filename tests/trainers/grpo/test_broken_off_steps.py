@@ -19,8 +19,8 @@ from trl import GRPOTrainer
 from tests.tiny import digit_share, lora, prompts, these_first, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import passes, prefix_cache
-from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
+from trl_fsdp_qlora.prefix_sharing.status import CannotPack
 from trl_fsdp_qlora.trainers.step import look_ahead
 
 # Rows of a micro-batch and `tokens_per_pass`: one micro-batch a pass with a trunk; several in one pass; a micro-batch

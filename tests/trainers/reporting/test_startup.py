@@ -9,7 +9,7 @@ import sys
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.prefix_sharing.problems import Status
+from trl_fsdp_qlora.prefix_sharing.status import Status
 from trl_fsdp_qlora.trainers.reporting.startup import startup_block
 from trl_fsdp_qlora.utils.plain import counted
 

@@ -17,6 +17,7 @@ from peft import LoraConfig
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BitsAndBytesConfig
 from trl import GRPOTrainer, RLOOTrainer
+from trl.trainer.utils import FusedCausalLMOutput
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
@@ -37,7 +38,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfi
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.prefix_sharing import passes
 from trl_fsdp_qlora.trainers.rollouts.episodes import checked_rows
-from trl_fsdp_qlora.trainers.step.rows import padded_batch
+from trl_fsdp_qlora.trainers.step.rows import joined, padded_batch
 
 TOLERANCE = 2e-6  # of the largest gradient
 
@@ -279,6 +280,13 @@ def test_router_losses(tmp_path, model_of, name, base, prefix_sharing):
     assert_equal_losses(trainer, rows, TOLERANCES.get(name, TOLERANCE))
 
 
+def test_a_slice_that_only_fills_up_is_not_in_the_router_loss():
+    """A rank with fewer slices than another computes its last row again."""
+    outputs = [FusedCausalLMOutput(log_probs=torch.zeros(1, 2), aux_loss=torch.tensor(x)) for x in (1.0, 3.0, 100.0)]
+    assert joined(outputs, 2).aux_loss == 2.0
+    assert len(joined(outputs, 2).log_probs) == 3  # its backward runs on every rank
+
+
 def test_rloo_has_no_episodes():
     """TRL's RLOO takes neither tools nor a `rollout_func`, so none of its episodes has several rows."""
     assert not {"tools", "environment_factory", "rollout_func"} & signature(RLOOTrainer.__init__).parameters.keys()
@@ -305,11 +313,19 @@ def test_micro_batches(tmp_path, size, accumulation, tokens_per_pass, prefix_sha
     assert_equal_step(trainer, rows)
 
 
-@pytest.mark.parametrize("size, accumulation, tokens_per_pass", these_first(STEPS, STEPS[3]))
-def test_router_losses_of_micro_batches(tmp_path, size, accumulation, tokens_per_pass, monkeypatch):
-    """Each micro-batch has the router loss of its own rows, also if several run in one pass or one is cut."""
+STEPS_OF_ROUTED = [(name, *step) for name in ("qwen3_moe", "qwen3_next", "gpt_oss") for step in STEPS]
+
+
+@pytest.mark.parametrize(
+    "name, size, accumulation, tokens_per_pass", these_first(STEPS_OF_ROUTED, ("qwen3_moe", *STEPS[4]))
+)
+def test_router_losses_of_micro_batches(tmp_path, name, size, accumulation, tokens_per_pass, monkeypatch):
+    """Each micro-batch has the router loss of its own rows, also if several run in one pass or one is cut.
+
+    Two of the twelve rows of the cut one only fill up.
+    """
     monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
-    model = build("qwen3_moe")
+    model = build(name)
     model.config.output_router_logits = True
     rows = episodes()
     trainer = make_trainer(

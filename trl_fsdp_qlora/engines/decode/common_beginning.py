@@ -7,8 +7,8 @@ continues from the turn before ([`turns`]).
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...compat.generation import prefill, prepares_inputs_itself, unfinished
 from ...compat.transformers import CACHE
+from ...compat.transformers_generation import prefill, prepares_inputs_itself, unfinished
 from ...prefix_sharing.facts import layer_types, position_limit, unsupported_reason
 from ...prefix_sharing.relative_positions import sees_distances
 from .turns import KeptRow, layer_states

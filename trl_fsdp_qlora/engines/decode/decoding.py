@@ -23,7 +23,9 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
-from ...compat.generation import (
+from ...compat.peft import looks_beyond_tokens
+from ...compat.transformers import CACHE, CACHE_NAMES
+from ...compat.transformers_generation import (
     MISFIT,
     effective_config,
     foreign_generation,
@@ -35,8 +37,6 @@ from ...compat.generation import (
     tuned_for_decoding,
     unfinished,
 )
-from ...compat.peft import looks_beyond_tokens
-from ...compat.transformers import CACHE, CACHE_NAMES
 from ...compat.trl import images_by_row, rows_of_images
 from ...prefix_sharing.batch import PER_IMAGE, PER_TOKEN
 from ...prefix_sharing.facts import has_unknown_states, position_limit

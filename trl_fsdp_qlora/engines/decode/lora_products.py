@@ -20,7 +20,7 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
-from ...compat.generation import without_copy
+from ...compat.transformers_generation import without_copy
 
 
 @contextmanager

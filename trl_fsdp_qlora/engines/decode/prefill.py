@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...compat.generation import prefill, unfinished
+from ...compat.transformers_generation import prefill, unfinished
 from ...prefix_sharing.batch import PER_IMAGE, PER_TOKEN
 from .common_beginning import prefill_beginning
 from .turns import Continuation, KeptTurns, filled_cache, joined_cache

@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import GenerationConfig
 
-from ...compat.generation import drawing_one_token
+from ...compat.transformers_generation import drawing_one_token
 from ...compat.trl_rollouts import Turn, unwrapped_for_generation
 from ...errors import UserError
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered

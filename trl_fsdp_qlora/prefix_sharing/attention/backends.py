@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from ..problems import CannotPack
+from ..status import CannotPack
 from . import cascade, two_part
 from .call import AttentionCall
 

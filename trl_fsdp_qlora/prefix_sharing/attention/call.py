@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..batch import Arguments
-from ..problems import CannotPack
 from ..row import PackedRow
+from ..status import CannotPack
 
 # Keywords that do not change who attends to whom or how a score is computed.
 NEUTRAL = {

@@ -24,6 +24,7 @@ Suffixes of shapes: T tokens of the packed row, H heads, N segments, L tokens of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -211,11 +212,22 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
+class _Layer(NamedTuple):
+    """What the kernels of one layer get: see [`call.AttentionCall`], in autocast's dtype."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    packed_row: PackedRow
+    scale: float
+    window: int | None
+
+
 class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, packed_row: PackedRow, scale: float, window: int | None):
         forward, _ = _KERNELS[device_type(q)]
-        out, lse, random_states = forward(q, k, v, packed_row, scale, window)
+        out, lse, random_states = forward(_Layer(q, k, v, packed_row, scale, window))
         ctx.save_for_backward(q, k, v, out, lse, *random_states)
         ctx.packed_row = packed_row
         ctx.scale = scale
@@ -226,7 +238,8 @@ class _Cascade(torch.autograd.Function):
     def backward(ctx, grad_out):
         q, k, v, out, lse, *random_states = ctx.saved_tensors
         _, backward = _KERNELS[device_type(q)]
-        grads = backward(grad_out, q, k, v, out, lse, random_states, ctx.packed_row, ctx.scale, ctx.window)
+        layer = _Layer(q, k, v, ctx.packed_row, ctx.scale, ctx.window)
+        grads = backward(layer, grad_out, out, lse, random_states)
         return *grads, None, None, None
 
 
@@ -270,8 +283,12 @@ def _tokens_of(x: torch.Tensor, batch: SegmentBatch) -> torch.Tensor:
     return batch.without_padding(tokens)
 
 
-def _forward_on_cpu(q, k, v, packed_row, scale, window):
-    batches, cross = _kernel_calls(packed_row)
+def _forward_on_cpu(layer: _Layer):
+    q = layer.q
+    k = layer.k
+    v = layer.v
+    scale = layer.scale
+    batches, cross = _kernel_calls(layer.packed_row)
     outputs = []
     log_sums = []
     for segments in batches:
@@ -300,8 +317,12 @@ def _forward_on_cpu(q, k, v, packed_row, scale, window):
     return out.unsqueeze(0), lse.unsqueeze(0), no_random_states
 
 
-def _backward_on_cpu(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
-    batches, cross = _kernel_calls(packed_row)
+def _backward_on_cpu(layer: _Layer, grad_out, out, lse, random_states):
+    q = layer.q
+    k = layer.k
+    v = layer.v
+    scale = layer.scale
+    batches, cross = _kernel_calls(layer.packed_row)
     keys = k.shape[2]
     # As the kernels take them.
     grad_out = grad_out.transpose(1, 2)
@@ -457,17 +478,16 @@ def _calls_on_cuda(packed_row: PackedRow, device: torch.device, window: int | No
 # take and return (tokens, H, D).
 
 
-def _forward_on_cuda(q, k, v, packed_row, scale, window):
+def _forward_on_cuda(layer: _Layer):
     flash = torch.ops.aten._flash_attention_forward
-    key_heads = k.shape[1]
-    q_T = q[0].transpose(0, 1)
-    k_T = k[0].transpose(0, 1)
-    v_T = v[0].transpose(0, 1)
-    out = None
-    lse = None
+    key_heads = layer.k.shape[1]
+    q_T = layer.q[0].transpose(0, 1)
+    k_T = layer.k[0].transpose(0, 1)
+    v_T = layer.v[0].transpose(0, 1)
     random_states = []  # two tensors of each call, which its backward takes
-    for call in _calls_on_cuda(packed_row, q.device, window):
-        part, part_lse, *random_state, _ = flash(
+
+    def attend(call: _FlashCall) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *random_state, _ = flash(
             call.take(q_T, key_heads),
             k_T[call.keys],
             v_T[call.keys],
@@ -475,14 +495,16 @@ def _forward_on_cuda(q, k, v, packed_row, scale, window):
             _NO_DROPOUT,
             call.is_causal,
             False,  # no mask for debugging, which is the last result
-            scale=scale,
+            scale=layer.scale,
             **call.window,
         )
-        random_states += random_state
-        if out is None:  # the first call is that of all segments over themselves
-            out = part
-            lse = part_lse
-            continue
+        random_states.extend(random_state)
+        return out, lse
+
+    of_segments, *of_ancestors = _calls_on_cuda(layer.packed_row, q_T.device, layer.window)
+    out, lse = attend(of_segments)
+    for call in of_ancestors:
+        part, part_lse = attend(call)
         part = call.put_back(part, key_heads)
         part_lse = call.put_back(part_lse.t(), key_heads)
         own_lse = lse[:, call.queries].t()
@@ -492,20 +514,20 @@ def _forward_on_cuda(q, k, v, packed_row, scale, window):
     return out.unsqueeze(0), lse, random_states
 
 
-def _backward_on_cuda(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
+def _backward_on_cuda(layer: _Layer, grad_out, out, lse, random_states):
     flash = torch.ops.aten._flash_attention_backward
-    key_heads = k.shape[1]
-    q_T = q[0].transpose(0, 1)
-    k_T = k[0].transpose(0, 1)
-    v_T = v[0].transpose(0, 1)
+    key_heads = layer.k.shape[1]
+    q_T = layer.q[0].transpose(0, 1)
+    k_T = layer.k[0].transpose(0, 1)
+    v_T = layer.v[0].transpose(0, 1)
     out_T = out[0]
     grad_T = grad_out[0].contiguous()
     grads = None
-    for number, call in enumerate(_calls_on_cuda(packed_row, q.device, window)):
+    for number, call in enumerate(_calls_on_cuda(layer.packed_row, q_T.device, layer.window)):
         random_state = random_states[2 * number : 2 * number + 2]
         q_part = call.take(q_T, key_heads)
         k_part = k_T[call.keys]
-        if is_fake(q):
+        if is_fake(q_T):
             scratch_of_flash_backward(*_as_layers_take(q_part, k_part))
         dq, dk, dv = flash(
             call.take(grad_T, key_heads),
@@ -518,7 +540,7 @@ def _backward_on_cuda(grad_out, q, k, v, out, lse, random_states, packed_row, sc
             _NO_DROPOUT,
             call.is_causal,
             *random_state,
-            scale=scale,
+            scale=layer.scale,
             **call.window,
         )
         if grads is None:
@@ -528,6 +550,7 @@ def _backward_on_cuda(grad_out, q, k, v, out, lse, random_states, packed_row, sc
         total_dq[call.queries] += call.put_back(dq, key_heads)
         total_dk[call.keys] += dk
         total_dv[call.keys] += dv
+    assert grads is not None, "a row has a segment"
     return _as_layers_take(*grads)
 
 

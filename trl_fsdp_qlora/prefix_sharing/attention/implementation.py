@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...compat.transformers import attention_named, is_flash
-from ..problems import CannotPack
+from ..status import CannotPack
 
 PREFIX = "prefix_sharing_"
 # The model's own implementation, by the name that `layers.install` registered on top of it.

@@ -12,8 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...compat.transformers import name_without_flash
-from ..problems import CannotPack
 from ..row_mask import RowMask, carries_row, row_of
+from ..status import CannotPack
 from .backends import compute
 from .call import AttentionCall, options_of
 from .implementation import BASES, PREFIX, implementation_of, own_attention_function, use_in_decoder

@@ -21,8 +21,8 @@ from ...compat.trl import INSTALL
 from ...compat.trl_rollouts import ROWS, DrawnRows
 from ...prefix_sharing.check import LIMITS_FP32, LIMITS_HALF, rounding_unit
 from ...prefix_sharing.dropout import without_dropout
-from ...prefix_sharing.problems import Status, is_out_of_memory, reason_of
 from ...prefix_sharing.ranks import reduced_over_ranks
+from ...prefix_sharing.status import Status, is_out_of_memory, reason_of
 
 if TYPE_CHECKING:
     from ..trainer_run import TrainerRun

@@ -16,8 +16,8 @@ from torch import nn
 
 from ...compat.trl import is_tested
 from ...prefix_sharing.batch import Batch
-from ...prefix_sharing.problems import CannotPack, Scope
 from ...prefix_sharing.sharing import PromptSharing
+from ...prefix_sharing.status import CannotPack, Scope
 from .rows import Arguments, EpisodeRows, LossRows, episode_rows, equally_many
 from .step_scores import StepScores
 

@@ -33,8 +33,8 @@ from ...prefix_sharing.prefix_cache import (
     backward_collected,
     detach_and_collect,
 )
-from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.row import PassRecord
+from ...prefix_sharing.status import CannotPack
 from ...utils.random_state import RandomState
 
 if TYPE_CHECKING:
