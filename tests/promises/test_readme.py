@@ -51,6 +51,7 @@ def test_a_trl_script_trains_with_one_import_changed(folder, capsys):
     trainer = runpy.run_path("script.py")["trainer"]
     assert trainer.state.global_step == 2 and trainer.sharing.status.packs
     assert "'train_runtime'" in capsys.readouterr().out
+    assert {"adapter_model.safetensors", "README.md"} <= {path.name for path in (folder / "runs" / "script").iterdir()}
 
 
 def test_a_plain_loop_shares_its_prompt(folder, capsys):
