@@ -1,10 +1,12 @@
 # `make quickstart` trains a small model on this machine. `make test` runs the tests, `make test-exhaustive` the rest of
-# their long tables, `make test-vllm` those that need vLLM, in an environment of its own, `make test-newest` the tests with the newest of all dependencies,
+# their long tables, `make test-vllm` and `make test-verifiers` those that need vLLM or verifiers, each in an environment of its own,
+# `make test-newest` the tests with the newest of all dependencies,
 # `make test-trl TRL=1.15.0` those of the trainers with another TRL, `make test-emulated` those that need a GPU on an emulated one, and `make test-core` those of
 # the core, in WORKERS processes.
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VERIFIERS_VENV ?= .venv-verifiers
 NEWEST_VENV ?= .venv-newest
 EMULATED_VENV ?= .venv-emulated
 DOCS_VENV ?= .venv-docs
@@ -19,7 +21,7 @@ BASE ?= runs/small-base
 RUN ?= runs/quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-exhaustive test-core test-kernels test-newest test-trl test-vllm test-emulated gpu docs dist lint clean
+.PHONY: quickstart test test-exhaustive test-core test-kernels test-newest test-trl test-vllm test-verifiers test-emulated gpu docs dist lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/trl-fsdp-qlora quickstart --base $(BASE) --output_dir $(RUN) --seed $(SEED)
@@ -79,6 +81,10 @@ endif
 test-vllm: $(VLLM_VENV)/.done
 	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 $(VLLM_TESTS)
 
+# The tests that need the library verifiers, and its example; elsewhere they skip.
+test-verifiers: $(VERIFIERS_VENV)/.done
+	$(VERIFIERS_VENV)/bin/python -m pytest -k "verifiers or every_script" tests/experimental/verifiers_rollouts tests/test_examples.py
+
 # The site of docs/ with search and the API reference; a broken link fails. No library of the package is needed: docstrings are read, not imported.
 docs: $(DOCS_VENV)/.done
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
@@ -120,6 +126,12 @@ $(VLLM_VENV)/.done: tests/engines/vllm/environment.sh constraints.txt
 	PYTHON=$(PYTHON) tests/engines/vllm/environment.sh $(VLLM_VENV)
 	touch $@
 
+$(VERIFIERS_VENV)/.done: pyproject.toml constraints.txt
+	@echo "setting up $(VERIFIERS_VENV) (a minute or two)"
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/pip install --quiet -c constraints.txt -e '.[dev,verifiers]'
+	touch $@
+
 # "===": the CUDA build from the index, not a CPU wheel of the same version.
 $(EMULATED_VENV)/.done: pyproject.toml constraints.txt tests/emulated_gpu/build.sh tests/emulated_gpu/runtime.cpp tests/emulated_gpu/collectives.cpp
 	@echo "setting up $(EMULATED_VENV) with torch's CUDA build (6 GB, some minutes)"
@@ -131,4 +143,4 @@ $(EMULATED_VENV)/.done: pyproject.toml constraints.txt tests/emulated_gpu/build.
 
 # What a run left, `runs/`, stays: remove it by hand.
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(NEWEST_VENV) $(EMULATED_VENV) $(DOCS_VENV) $(SITE) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV) $(NEWEST_VENV) $(EMULATED_VENV) $(DOCS_VENV) $(SITE) build dist *.egg-info

@@ -114,7 +114,7 @@ def test_wrong_answers_are_asked_again(run_example):
 
 
 def test_an_environment_of_verifiers(run_example, monkeypatch):
-    pytest.importorskip("verifiers", reason="needs the library verifiers: pip install -e '.[verifiers]'")
+    pytest.importorskip("verifiers", reason="verifiers is not installed: `make test-verifiers`")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     try:
         trainer = run_example("running_total")["trainer"]

@@ -31,7 +31,7 @@ class Agent(vf.Harness[vf.HarnessConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         if data.prompt == "fails":
-            raise ConnectionError("no sandbox")
+            raise ConnectionError("no\nsandbox")
 
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"}) as session:
 

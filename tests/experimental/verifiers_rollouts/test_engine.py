@@ -15,7 +15,7 @@ from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.experimental.verifiers_rollouts import VerifiersRollouts
 from trl_fsdp_qlora.tools.small_base import new_model
 
-vf = pytest.importorskip("verifiers.v1", reason="needs the library verifiers: pip install -e '.[verifiers]'")
+vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed: `make test-verifiers`")
 
 
 def environment():
@@ -103,6 +103,16 @@ def test_an_episode_that_fails_at_once_ends_the_run_in_one_line(rollouts):
     with pytest.raises(UserError, match=r"task 1 failed before anything was sampled: .*no sandbox") as raised:
         rollouts(prompts_of(rollouts, 1), Scripted(str))
     assert "\n" not in str(raised.value)
+
+
+def test_a_call_that_the_library_gave_up_is_not_answered():
+    from trl_fsdp_qlora.experimental.verifiers_rollouts.engine import Call, _draw
+
+    turn = SimpleNamespace(prompt=[vf.UserMessage(content="one")], tools=[])
+    late, waiting = Call(0, 1, turn, None), Call(1, 1, turn, None)
+    late.response.cancel()
+    _draw([late, waiting], 2, Scripted(str))
+    assert waiting.response.result().message.content == "1" and late.response.cancelled()
 
 
 def test_an_error_of_the_trainer_ends_the_episodes(rollouts):

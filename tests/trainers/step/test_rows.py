@@ -17,6 +17,7 @@ from peft import LoraConfig
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BitsAndBytesConfig
 from trl import GRPOTrainer, RLOOTrainer
+from trl.trainer.utils import FusedCausalLMOutput
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
@@ -37,7 +38,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfi
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.prefix_sharing import passes
 from trl_fsdp_qlora.trainers.rollouts.episodes import checked_rows
-from trl_fsdp_qlora.trainers.step.rows import padded_batch
+from trl_fsdp_qlora.trainers.step.rows import joined, padded_batch
 
 TOLERANCE = 2e-6  # of the largest gradient
 
@@ -277,6 +278,13 @@ def test_router_losses(tmp_path, model_of, name, base, prefix_sharing):
     make_float(trainer)
     assert trainer.aux_loss_enabled
     assert_equal_losses(trainer, rows, TOLERANCES.get(name, TOLERANCE))
+
+
+def test_a_slice_that_only_fills_up_is_not_in_the_router_loss():
+    """A rank with fewer slices than another computes its last row again."""
+    outputs = [FusedCausalLMOutput(log_probs=torch.zeros(1, 2), aux_loss=torch.tensor(x)) for x in (1.0, 3.0, 100.0)]
+    assert joined(outputs, 2).aux_loss == 2.0
+    assert len(joined(outputs, 2).log_probs) == 3  # its backward runs on every rank
 
 
 def test_rloo_has_no_episodes():

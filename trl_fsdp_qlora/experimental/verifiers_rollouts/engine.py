@@ -10,6 +10,7 @@ history continues what was sampled extends its branch, and any other one is a ne
 import asyncio
 import json
 import queue
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -51,9 +52,10 @@ CLIENT_CONFIG = TrainClientConfig(base_url="http://trainer.invalid/v1", api_key_
 
 @dataclass
 class Call:
-    """A call of the model: the turn to draw, its limit of tokens, and its response."""
+    """A call of the model: the turn to draw, its limit of tokens, and its response; `number` counts its episode's."""
 
     episode: int
+    number: int
     turn: PendingTurn
     max_tokens: int | None
     response: "Future[Response]" = field(default_factory=Future)
@@ -65,6 +67,7 @@ class TrainerClient(Client):
     def __init__(self):
         self.calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # `None`: an episode is over
         self.episodes: dict[str, int] = {}  # of a trace
+        self.counts: Counter[int] = Counter()  # of an episode's calls
 
     async def get_response(
         self,
@@ -78,7 +81,10 @@ class TrainerClient(Client):
         if not isinstance(dialect, ChatDialect):
             # A chat template renders the turn, as in the library's own client for training.
             raise NotImplementedError(f"the trainer answers chat completions alone, and no {type(dialect).__name__}")
-        call = Call(self.episodes[session_id], turn, body.get("max_tokens") or body.get("max_completion_tokens"))
+        episode = self.episodes[session_id]
+        self.counts[episode] += 1
+        limit = body.get("max_tokens") or body.get("max_completion_tokens")
+        call = Call(episode, self.counts[episode], turn, limit)
         self.calls.put(call)
         response = await asyncio.wrap_future(call.response)
         response.raw = serialize_completion(response, body["model"])
@@ -96,7 +102,9 @@ def played(environment: Env, tasks: list[Task], trainer: "GRPOTrainer") -> list[
             client.episodes[trace.id] = number
 
         try:
-            episodes[number] = await environment.run_episode(tasks[number], context, on_trace=remember)
+            # An episode that fails is played again as often as `retries` of the environment's config has it.
+            (slot,) = environment.slots(tasks[number])
+            episodes[number] = await environment.run_slot(slot, context, on_trace=remember)
         finally:
             client.calls.put(None)
 
@@ -158,7 +166,7 @@ def _together(calls: "queue.SimpleQueue[Call | None]", episodes: int, playing: "
                 waiting.append(call)
             is_complete = len(waiting) >= episodes
         if waiting and is_complete:
-            yield sorted(waiting, key=lambda call: call.episode)
+            yield sorted(waiting, key=lambda call: (call.episode, call.number))
             waiting = []
 
 
@@ -175,7 +183,9 @@ def _draw(calls: list[Call], count: int, trainer: "GRPOTrainer") -> None:
             completion_ids=completions[number][:limit],
             completion_logprobs=[] if logprobs is None else logprobs[number][:limit],
         )
-        call.response.set_result(_response(call.turn, tokens, trainer))
+        # The library gives a call up when its agent's time is over.
+        if call.response.set_running_or_notify_cancel():
+            call.response.set_result(_response(call, tokens, trainer))
 
 
 def _rendered(turn: PendingTurn, tokenizer: Any, options: dict[str, Any]) -> list[int]:
@@ -198,20 +208,20 @@ def _parsed(arguments: str) -> Any:
         return arguments
 
 
-def _response(turn: PendingTurn, tokens: TurnTokens, trainer: "GRPOTrainer") -> Response:
+def _response(call: Call, tokens: TurnTokens, trainer: "GRPOTrainer") -> Response:
     """What was sampled, as the message that a server of the model would return."""
     tokenizer = trainer._tokenizer
-    if turn.tools:
+    if call.turn.tools:
         with_response_schema(tokenizer)
     if has_response_format(tokenizer):
-        tools = [tool_to_wire(tool) for tool in turn.tools]
+        tools = [tool_to_wire(tool) for tool in call.turn.tools]
         message = parse_response(tokenizer, tokens.completion_ids, prefix=tokens.prompt_ids, tools=tools)
     else:
         message = {"content": tokenizer.decode(tokens.completion_ids, skip_special_tokens=True)}
-    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    functions = [tool_call["function"] for tool_call in message.get("tool_calls") or ()]
     calls = [
-        # An id is unique in a trace: the place of its turn and of the call in it.
-        ToolCall(id=f"call_{len(turn.prompt)}_{i}", name=function["name"], arguments=json.dumps(function["arguments"]))
+        # An id is unique in a trace. Mistral's templates take nine digits or letters.
+        ToolCall(id=f"{call.number:06}{i:03}", name=function["name"], arguments=json.dumps(function["arguments"]))
         for i, function in enumerate(functions)
     ]
     has_ended = tokens.completion_ids[-1] in trainer.eos_token_ids

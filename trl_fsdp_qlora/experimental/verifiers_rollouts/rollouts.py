@@ -106,9 +106,10 @@ def trained_trace(episode: "Episode", number: int) -> "Trace":
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
     if errors and not any(trace.num_turns for trace in traces):
+        message = " ".join(errors[0].message.split())
         raise UserError(
             f"verifiers_rollouts: the episode of task {number} failed before anything was sampled: "
-            f"{errors[0].type}: {errors[0].message}"
+            f"{errors[0].type}: {message}; retries of the environment's config play it again"
         )
     if len(traces) != 1:
         names = ", ".join(trace.agent.name for trace in traces) or "none"

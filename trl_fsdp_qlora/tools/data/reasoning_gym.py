@@ -80,7 +80,7 @@ def _key(question: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def read_problems(source: str, split: str) -> list[dict]:
+def read_problems(source: str, split: str) -> list[dict[str, int | str]]:
     """The different problems of a split, with `entry` for the verifier; questions of the test split are in no other.
 
     Raises:
@@ -94,7 +94,7 @@ def read_problems(source: str, split: str) -> list[dict]:
         _, settings = _read(source)
         count = settings.get("size", _TRAIN_PROBLEMS)
         keys = {_key(problem["question"]) for problem in read_problems(source, "test")}
-    problems: list[dict] = []
+    problems: list[dict[str, int | str]] = []
     for index in range(3 * count):
         if len(problems) == count:
             break

@@ -26,7 +26,7 @@ _TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 def _gold_rows(answer: Sequence, columns: dict) -> list[Gold | None]:
     rows = columns.get("row", range(len(answer)))
-    golds = []
+    golds: list[Gold | None] = []
     for value, row in zip(answer, rows, strict=True):
         gold = None if value is None else parse_gold(value, row)
         golds.append(gold)
@@ -41,7 +41,7 @@ def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float
     extract_answer("", answer_format)  # so that an unknown format is an error now, not in the first step
 
     def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
-        rewards = []
+        rewards: list[float | None] = []
         for completion, gold in zip(completions, _gold_rows(answer, columns), strict=True):
             if gold is None:
                 rewards.append(None)
@@ -62,7 +62,7 @@ def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns
     the number is the gold answer; plus 0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>` that
     appears exactly once. Between 0 and 2.8.
     """
-    rewards = []
+    rewards: list[float | None] = []
     for completion, gold in zip(completions, _gold_rows(answer, columns), strict=True):
         if gold is None:
             rewards.append(None)

@@ -106,15 +106,20 @@ def run_recipe(trainer: Trainer, recipe: Recipe, test: Dataset | None) -> dict[s
             a reward.
     """
     run = _Run(trainer, recipe, test)
+    content = run.record.content
     checkpoint = run.find_checkpoint()
-    if checkpoint is not None and run.has_ended_at(checkpoint):
+    # The run was finished when the checkpoint was written, and is to be no longer.
+    if checkpoint is not None and content.get("finished_step", -1) == last_step(checkpoint, trainer.args):
         run.say_that_it_is_finished()
-        return run.record.content
+        return content
     run.begin(checkpoint)
     run.train(checkpoint)
     run.measure_and_describe()
     run.say_what_is_there()
-    run.refuse_rewards_without_value()
+    rewards = getattr(trainer, "reward_values", None)
+    line = None if rewards is None else rewards.line_if_none()
+    if line:
+        raise UserError(line)
     return run.record.content
 
 
@@ -146,10 +151,6 @@ class _Run:
             return self.trainer.checkpointing.resume_from(resume)
         return on_main(lambda: resolve_resume(self.folder, resume))
 
-    def has_ended_at(self, checkpoint: str) -> bool:
-        """Whether the run was finished when `checkpoint` was written, and is to be no longer."""
-        return self.record.content.get("finished_step", -1) == last_step(checkpoint, self.args)
-
     def say_that_it_is_finished(self) -> None:
         goal = "num_train_epochs" if self.args.max_steps <= 0 else "max_steps"
         value = vars(self.args)[goal]
@@ -168,11 +169,11 @@ class _Run:
             say(f"continuing from {checkpoint}")
             step = step_of(checkpoint)
         self.record.begin(self.trainer, self.recipe, step, self.accuracy is not None, self.command)
-        self.page = RunPage(self.trainer, self.record)  # which keeps the warnings of an earlier part
         if self.is_ours:
             self._begin_card()
         if self.accuracy is not None:
             self.trainer.add_callback(self.accuracy)
+        self.page = RunPage(self.trainer, self.record)  # which keeps the warnings of an earlier part
         self.trainer.add_callback(self.page)
         use_terminal(self.trainer)
 
@@ -228,13 +229,6 @@ class _Run:
         self._say_what_is_next(f"{', '.join(files[:-1])} and {files[-1]} are in {self.folder}")
         if self.results:
             say(self.results)
-
-    def refuse_rewards_without_value(self) -> None:
-        """Raises a [`UserError`] if no completion of the run got a reward."""
-        rewards = getattr(self.trainer, "reward_values", None)
-        line = None if rewards is None else rewards.line_if_none()
-        if line:
-            raise UserError(line)
 
 
 def can_measure(trainer: Trainer) -> bool:

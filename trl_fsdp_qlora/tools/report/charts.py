@@ -112,8 +112,8 @@ def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
     further = []
     for metric in sorted(metrics):
         if metric not in shown and not metric.startswith(_OF_OTHER_CHARTS):
-            series = _series(run, metric, metric)
-            further.append(Chart(metric, "", series))
+            of_metric = _series(run, metric, metric)
+            further.append(Chart(metric, "", of_metric))
 
     charts = _with_curves(first), _with_curves(further)
     for chart in itertools.chain(*charts):

@@ -106,8 +106,8 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
         names |= dict.fromkeys(rewards)
         result.recorded += recorded
         groups = list(_groups(rows, path, rewards, run.reward_weights))
-        share = budget // len(paths)
-        result.groups += _within(groups, budget, share)
+        bytes_per_file = budget // len(paths)
+        result.groups += _within(groups, budget, bytes_per_file)
     result.groups.sort(key=lambda group: group.step)
     result.rewards = list(names)
     if result.shown < result.recorded:

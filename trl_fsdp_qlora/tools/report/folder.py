@@ -18,6 +18,7 @@ from ...utils.redaction import command_line, portable
 from ...utils.stats import wilson_interval
 
 Item = TypeVar("Item")
+Default = TypeVar("Default")
 Value = TypeVar("Value")
 Entry = dict[str, float]  # metrics that were logged together, by name; each has a `step`
 Object = dict[str, Any]  # of JSON
@@ -89,7 +90,7 @@ class Content:
         self.notes = notes
         self.values = _json_file(path, notes)
 
-    def take(self, name: str, default: Value, *types: type) -> Value:
+    def take(self, name: str, default: Default, *types: type[Value]) -> Default | Value:
         """The value of `name` if it is of `types` (by default that of `default`), or else `default`."""
         value = self.values.get(name)
         if value is None:
