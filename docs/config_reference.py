@@ -124,10 +124,15 @@ def all_options() -> dict:
     return {"versions": versions, "every trainer": sorted(shared), "commands": commands}
 
 
-if __name__ == "__main__":
-    OPTIONS.write_text(json.dumps(all_options(), indent=1) + "\n", encoding="utf-8")
+def page() -> str:
+    """What docs/config.md holds."""
     parts = [HEAD]
     for heading, about, lines in sections():
         head = f"## {heading}\n\n{about}\n\n| field | default | meaning |\n|---|---|---|"
         parts.append("\n".join([head, *lines]) + "\n")
-    PAGE.write_text("\n".join(parts), encoding="utf-8")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    OPTIONS.write_text(json.dumps(all_options(), indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -52,6 +52,12 @@ def test_the_list_of_options_is_that_of_the_parsers():
     assert written == now
 
 
+def test_the_page_of_fields_is_that_of_the_classes():
+    """It was written by `python docs/config_reference.py`, which is to be run again if this fails."""
+    page = runpy.run_path(str(REPOSITORY / "docs" / "config_reference.py"))["page"]()
+    assert (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8") == page
+
+
 @pytest.mark.processes
 def test_a_typo_is_answered_before_torch_is_imported(tmp_path):
     (tmp_path / "typo.yaml").write_text("num_generation: 8\n")

@@ -313,11 +313,19 @@ def test_micro_batches(tmp_path, size, accumulation, tokens_per_pass, prefix_sha
     assert_equal_step(trainer, rows)
 
 
-@pytest.mark.parametrize("size, accumulation, tokens_per_pass", these_first(STEPS, STEPS[3]))
-def test_router_losses_of_micro_batches(tmp_path, size, accumulation, tokens_per_pass, monkeypatch):
-    """Each micro-batch has the router loss of its own rows, also if several run in one pass or one is cut."""
+STEPS_OF_ROUTED = [(name, *step) for name in ("qwen3_moe", "qwen3_next", "gpt_oss") for step in STEPS]
+
+
+@pytest.mark.parametrize(
+    "name, size, accumulation, tokens_per_pass", these_first(STEPS_OF_ROUTED, ("qwen3_moe", *STEPS[4]))
+)
+def test_router_losses_of_micro_batches(tmp_path, name, size, accumulation, tokens_per_pass, monkeypatch):
+    """Each micro-batch has the router loss of its own rows, also if several run in one pass or one is cut.
+
+    Two of the twelve rows of the cut one only fill up.
+    """
     monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
-    model = build("qwen3_moe")
+    model = build(name)
     model.config.output_router_logits = True
     rows = episodes()
     trainer = make_trainer(

@@ -6,8 +6,9 @@ until the longest one ends. Here `generate` gets each distinct prompt once:
 - A beginning that all prompts share is prefilled once ([`prefill`], [`common_beginning`]).
 - The cache of a prompt is repeated for its rows.
 - A later turn of an episode runs only its new tokens ([`turns`]).
+- A row's token is drawn with one random number, which depends on the seed, the row and the step ([`draw`]).
 
-Transformers still prepares everything around the loop.
+Transformers still prepares everything around the loop. [`why_stock`] returns the reason if its own loop has to run.
 """
 
 import sys

@@ -1,4 +1,9 @@
-"""The scripts in recipes/ as commands: accelerate launches those that run in several processes, others are called."""
+"""The scripts in recipes/ as commands: accelerate launches those that run in several processes, others are called.
+
+Before that, mistyped options and keys are refused ([`refuse_typos`]), the recipe's name is replaced by its path
+([`with_recipe`]), and an accelerate config is chosen if the user names none ([`default_config`]). `plan`, `compare`
+and `doctor` find a recipe's method here ([`method_of`]).
+"""
 
 import runpy
 import sys

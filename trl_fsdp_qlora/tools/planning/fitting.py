@@ -1,4 +1,4 @@
-"""Lines of a recipe with which a run fits that does not fit as it is."""
+"""A search for lines of a recipe that make a run fit: `plan` prints them if the run does not fit as it is."""
 
 import json
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
 """The files that describe a run in its folder: its arguments, its settings and figures, and its page.
 
-The page is `report.html`; `metrics.json` has the rest, and files that begin with an underscore stay on this machine.
+The page is `report.html`; `metrics.json` has the settings and figures. The arguments decide whether a command may
+continue the run in its folder ([`check_output_dir`]); files that begin with an underscore, as theirs does, are not
+uploaded.
 """
 
 import contextlib

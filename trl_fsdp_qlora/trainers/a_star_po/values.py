@@ -1,4 +1,4 @@
-"""Stage 1: V* of every prompt from samples of the reference policy, and the file that a second run reads.
+"""Stage 1 of A*-PO: V* of every prompt from samples of the reference policy, and the file that a second run reads.
 
 Prompts are cut into chunks that depend on the prompts alone, and the samples of a chunk depend on the seed and the
 chunk alone. The ranks draw in turns, a chunk each, and gather after every turn. So the number of ranks and a restart
