@@ -131,7 +131,7 @@ BATCHES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # torch compiles for ten seconds
 def test_new_batches_are_not_compiled_anew():
     """A packed row's layout and the scoring of its tokens stay out of the graphs."""
     model = build(small("Llama", num_hidden_layers=1))  # a compiler takes seconds for each layer

@@ -77,9 +77,10 @@ def user_folder(tmp_path_factory):
         (f"compare {QUICK} --stepps 3", "unknown key '--stepps'; did you mean "),
         ("small-base b --seed -1", "--seed -1 is outside 0 to 2**32 - 1"),
         ("small-base a_file/b", "a_file/b cannot be made: File exists: a_file"),
-        (
+        pytest.param(
             "dpo --model_name_or_path base --pairs dta.jsonl --output_dir m --use_cpu --bf16 no --chat no",
             "pairs='dta.jsonl': there is no such file or folder; did you mean 'data.jsonl'?",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             "dpo --model_name_or_path cut_base --pairs p.jsonl --output_dir m --use_cpu --bf16 no --chat no",

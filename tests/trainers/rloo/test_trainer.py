@@ -93,7 +93,7 @@ def test_batch_loss_and_gradients_are_stocks(name, lora, tmp_path):
             assert trainers[1]._metrics["train"][metric] == pytest.approx(values, rel=1e-3, abs=1e-5), metric
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["LoRA", "full"])
 def test_a_short_run_is_stocks(lora, tmp_path):
     trainers = []
     for each in both("qwen3", tmp_path, adapter="qwen3" if lora else None, max_steps=3):
