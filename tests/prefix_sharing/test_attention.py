@@ -1,7 +1,6 @@
 """Attention backends by themselves, compared with a dense mask and with finite differences in float64.
 
-Covers `prefix_sharing/attention/call.py`, `prefix_sharing/attention/cascade.py`,
-`prefix_sharing/attention/two_part.py`.
+Covers `prefix_sharing/attention/cascade.py`, `prefix_sharing/attention/two_part.py`.
 """
 
 import itertools

@@ -1,6 +1,7 @@
 """The tables of known layers: what is registered exists and is of its kind, what is not registered runs as stock.
 
-Covers `prefix_sharing/attention/backends.py`, `prefix_sharing/recurrent/known_layers.py`.
+Covers `prefix_sharing/attention/backends.py`, `prefix_sharing/attention/call.py`,
+`prefix_sharing/recurrent/known_layers.py`.
 """
 
 import importlib

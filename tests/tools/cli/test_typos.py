@@ -1,6 +1,6 @@
 """A typo is answered without torch, from a list of names that was written from the parsers.
 
-Covers `errors.py`, `tools/recipe/keys.py`, `tools/recipe/other_names.py`, `trainers/methods.py`.
+Covers `tools/recipe/keys.py`, `tools/recipe/other_names.py`, `trainers/methods.py`.
 """
 
 import json
