@@ -31,6 +31,7 @@ OPTIONS = {
     "VBLORA": {"num_vectors": 16, "vector_length": 8},
     "WAVEFT": {"n_frequency": 64},
     "FOURIERFT": {"n_frequency": 64},
+    "TINYLORA": {"init_weights": True},  # without it its vectors are memory that nobody wrote
 }
 
 
@@ -39,7 +40,7 @@ def adapted(kind):
     config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)]
     options = {"target_modules": ["q_proj", "v_proj"], **OPTIONS.get(kind, {})}
     if "init_weights" in inspect.signature(config).parameters:
-        options["init_weights"] = False
+        options.setdefault("init_weights", False)
     torch.manual_seed(0)
     model = get_peft_model(tiny_model(), config(task_type="CAUSAL_LM", **options))
     with torch.no_grad():
