@@ -34,7 +34,7 @@ def trained(out, ranks: int = 1) -> dict[int, list]:
 
 
 @pytest.mark.parametrize("environments", [False, True])
-@pytest.mark.parametrize("fuzz", range(2))
+@pytest.mark.parametrize("fuzz", range(4))
 def test_fuzzed_episodes_on_two_ranks_are_those_in_turns(tmp_path, fuzz, environments):
     """64 episodes each. In turns one process draws, because ranks with fewer turns end a step of TRL's."""
     settings = {"fuzz": fuzz, "environments": environments, "max_steps": 4, "max_completion_length": 24}
