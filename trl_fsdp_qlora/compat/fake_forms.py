@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .fake_tensors import ATTENTION, device_type, scratch_of_flash_backward
+from .fake_tensors import ATTENTION, compute_dtype, device_type, scratch_of_flash_backward
 
 
 class PackedMatmul(torch.autograd.Function):
@@ -74,14 +74,6 @@ class _Attention(torch.autograd.Function):
         if device_type(query) == "cuda":
             scratch_of_flash_backward(query, key)
         return grads
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Autocast's dtype if autocast is on, else the dtype of `x`; autocast has no effect inside a custom function."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
 
 
 def _attention(module, query, key, value, attention_mask, **kwargs):

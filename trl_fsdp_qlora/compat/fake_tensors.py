@@ -52,6 +52,14 @@ def device_type(tensor: torch.Tensor) -> str:
     return tensor.device.type
 
 
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """Autocast's dtype if autocast is on, else the dtype of `x`; autocast has no effect inside a custom function."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
 def real_tensors() -> AbstractContextManager:
     """A context in which new tensors are real, also inside of a mode of fake tensors."""
     return unset_fake_temporarily()

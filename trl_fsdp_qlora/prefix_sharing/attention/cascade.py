@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...compat.fake_tensors import device_type, is_fake, scratch_of_flash_backward
+from ...compat.fake_tensors import compute_dtype, device_type, is_fake, scratch_of_flash_backward
 from ...compat.triton_kernels import jit, launch, runs, tl
 from ...scoring.transfer import to_device
 from ..forest import Forest
@@ -71,7 +71,7 @@ def _refuses_on_cuda(query: torch.Tensor) -> str | None:
     size = query.shape[-1]
     if torch.version.hip is not None:
         return "torch calls a ROCm device CUDA too, and this merge was not checked with its kernels"
-    is_half = _compute_dtype(query) in (torch.bfloat16, torch.float16)
+    is_half = compute_dtype(query) in (torch.bfloat16, torch.float16)
     if not is_half or size % 8 or size > 256:
         return f"CUDA flash attention takes half precision and heads of 8 to 256, got {query.dtype}, {size}"
     if is_fake(query):
@@ -100,7 +100,7 @@ _WITHOUT_BACKWARD_OF_LARGE_HEADS = (
 def attend(call: AttentionCall) -> torch.Tensor:
     """Attention output `(1, T, H, D)` of an [`call.AttentionCall`]."""
     # Autocast has no effect on a custom function, so its cast for `scaled_dot_product_attention` is done here.
-    dtype = _compute_dtype(call.query)
+    dtype = compute_dtype(call.query)
     return _Cascade.apply(
         call.query.to(dtype),
         call.key.to(dtype),
@@ -203,13 +203,6 @@ def _with_kept(gradient: torch.Tensor, keys: int) -> torch.Tensor:
     extended = gradient.new_zeros(keys, *gradient.shape[1:])
     extended[: len(gradient)] = gradient
     return extended
-
-
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
 
 
 class _Layer(NamedTuple):

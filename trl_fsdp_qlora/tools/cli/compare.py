@@ -240,9 +240,10 @@ def _steps(trainers: Trainers, steps: int, spans: Spans) -> Iterator[tuple[float
         for who, trainer in trainers.items():
             trainer.optimizer.zero_grad()
             start = ours.clock.now()
-            losses[who] = _loss_and_backward(trainer, parts[who])
+            loss = _loss_and_backward(trainer, parts[who])
             span = (start, ours.clock.now())
             spans[who, "loss and backward"].append(span)
+            losses[who] = loss.item()  # the host waits for the device here, behind the span
         loss_apart, gradient_apart = _apart(i, losses, _gradient(stock), _gradient(ours))
         yield loss_apart, gradient_apart
         ours.optimizer.step()
@@ -250,7 +251,7 @@ def _steps(trainers: Trainers, steps: int, spans: Spans) -> Iterator[tuple[float
         trainers = dict(reversed(trainers.items()))  # what the first one pays for the second is paid by both
 
 
-def _loss_and_backward(trainer: "TrainerRun | GRPOTrainer", parts: list[dict]) -> float:
+def _loss_and_backward(trainer: "TrainerRun | GRPOTrainer", parts: list[dict]) -> torch.Tensor:
     """The loss of a step's micro-batches, whose gradients are summed."""
     losses = []
     # TRL's method draws completions; these micro-batches have theirs, and TRL has no argument for it.
@@ -258,7 +259,7 @@ def _loss_and_backward(trainer: "TrainerRun | GRPOTrainer", parts: list[dict]) -
         for part in parts:
             loss = trainer.training_step(trainer.model_wrapped, part, None)
             losses.append(loss)
-    return sum(losses).item()
+    return sum(losses)
 
 
 def _apart(step: int, losses: dict[str, float], of_stock: torch.Tensor, of_ours: torch.Tensor) -> tuple[float, float]:

@@ -59,8 +59,8 @@ def doctor(words: list[str]) -> int:
     for level in _LEVELS:
         for finding in findings:
             if finding.level == level:
-                words = finding.text.split()
-                print(f"{level:<8} {finding.check}: {' '.join(words)}")
+                text = " ".join(finding.text.split())
+                print(f"{level:<8} {finding.check}: {text}")
     levels = [finding.level for finding in findings]
     errors = levels.count("error")
     warned = levels.count("warning")

@@ -565,7 +565,8 @@ def _with_columns(dataset: Dataset, rows: Sequence[Row]) -> Dataset:
     """`dataset` with the columns of `rows` that it does not have: reward functions get them, as in TRL."""
     names: dict[str, None] = {}  # in the order of the source
     for row in rows:
-        names |= dict.fromkeys(row)
+        for name in row:
+            names[name] = None
     for name in names:
         if name in _NOT_PASSED_ON or name in dataset.column_names:
             continue

@@ -80,7 +80,8 @@ def spellings(names: Collection[str]) -> set[str]:
     """The options of a command line that mean the fields `names`."""
     options = set()
     for name in names:
-        options |= {f"--{name}", f"--no_{name}"}
+        options.add(f"--{name}")
+        options.add(f"--no_{name}")
     with_dashes = {option.replace("_", "-") for option in options}
     return options | with_dashes
 

@@ -91,7 +91,8 @@ def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
     """(the charts that everybody reads, one for each further metric), without empty ones."""
     metrics: dict[str, None] = {}  # in the order in which they were logged first
     for entry in run.history:
-        metrics |= dict.fromkeys(entry)
+        for metric in entry:
+            metrics[metric] = None
     functions = _names(metrics, "rewards/", "/mean")
     first = [_accuracy(run)]
     for curves in _CHARTS:

@@ -103,7 +103,8 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
             result.notes.append(f"{path.name} cannot be read ({reason}): its completions are missing.")
             continue
         rewards = _reward_columns(rows, run)
-        names |= dict.fromkeys(rewards)
+        for name in rewards:
+            names[name] = None
         result.recorded += recorded
         groups = list(_groups(rows, path, rewards, run.reward_weights))
         bytes_per_file = budget // len(paths)

@@ -114,7 +114,8 @@ class OnPolicyRun(TrainerRun):
         self.look_ahead.forget()  # a run that broke off may have left a plan
         with nullcontext() if self.ahead is None else self.ahead.run():
             result = super().train(*args, **kwargs)
-        if line := self.reward_values.line_if_none():
+        line = self.reward_values.line_if_none()
+        if line:
             logger.warning(line)  # no error: the script that trains goes on, as with TRL
         return result
 

@@ -18,7 +18,7 @@ from ...compat.trl import is_tested
 from ...prefix_sharing.batch import Batch
 from ...prefix_sharing.sharing import PromptSharing
 from ...prefix_sharing.status import CannotPack, Scope
-from .rows import Arguments, EpisodeRows, LossRows, episode_rows, equally_many
+from .rows import Arguments, EpisodeRows, LossRows, episode_rows, equally_many, version_of
 from .step_scores import StepScores
 
 if TYPE_CHECKING:
@@ -235,6 +235,5 @@ def _tensor_versions(inputs: dict) -> list[tuple[int, int]]:
     for name in names:
         if name in inputs:
             tensor = inputs[name]
-            version = 0 if tensor.is_inference() else tensor._version
-            versions.append((id(tensor), version))
+            versions.append((id(tensor), version_of(tensor)))
     return versions

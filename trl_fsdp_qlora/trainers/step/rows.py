@@ -139,6 +139,11 @@ class EpisodeRows:
         return tuple(to_device(x, device) for x in place_N)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """The version of a tensor, which every write to it raises; 0 if it was made in inference mode and has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def episode_rows(inputs: DrawnRows) -> EpisodeRows | None:
     """The rows of a micro-batch; `None` if each episode has one row."""
     episodes = inputs.get(ROWS)
@@ -238,8 +243,7 @@ class PerBatch(Generic[T]):
 
     def get(self, tensors: Sequence[torch.Tensor], key: Hashable, make: Callable[[], T]) -> T:
         """The value that was made of these tensors with this `key`; `make()` if there is none yet."""
-        # A write to a tensor raises its version.
-        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         key = (key, *versions)
         first, *others = tensors
         last_others, last_key, last_value = self._values.get(first, ((), None, None))

@@ -98,8 +98,10 @@ def prefix_transitions(
     total = nodes.sums_of(rewards_G)  # a completion that was not judged adds zero
     mean = total / np.maximum(count, 1)
     # At token t the prefix p is the node of depth t, and p∘v is the node of depth t + 1.
-    count_of_prefix, count_with_token = count[:, :-1], count[:, 1:]
-    mean_of_prefix, mean_with_token = mean[:, :-1], mean[:, 1:]
+    count_of_prefix = count[:, :-1]
+    count_with_token = count[:, 1:]
+    mean_of_prefix = mean[:, :-1]
+    mean_with_token = mean[:, 1:]
     # If no completion parts, both means are over the same rows, so their difference is set to exactly zero and not to
     # a rounding error.
     parts_GC = count_with_token != count_of_prefix
