@@ -1,11 +1,13 @@
 """Planned activations against the same pass on real tensors: this package's packed pass, TRL's padded one, 4-bit
 layers.
 
-Covers `compat/fake_forms.py`, `compat/fake_tensors.py`, `tools/planning/rollout.py`.
+Covers `compat/fake_forms.py`, `compat/fake_tensors.py`, `tools/planning/fake_generation.py`,
+`tools/planning/fake_trainer.py`, `tools/planning/rollout.py`.
 """
 
 import contextlib
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, setti
 from trl_fsdp_qlora.compat.fake_forms import _attention, drop_as_on_a_gpu
 from trl_fsdp_qlora.compat.fake_tensors import DeviceMode
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
-from trl_fsdp_qlora.engines.decode.decoding import _DecodedRows
+from trl_fsdp_qlora.engines.decode.completions import complete
+from trl_fsdp_qlora.engines.decode.decoding import DecodedRows
 from trl_fsdp_qlora.long_rows import tiles
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import PassPlan
@@ -29,7 +32,6 @@ from trl_fsdp_qlora.scoring import frozen_head, logprobs
 from trl_fsdp_qlora.tools.planning import fake_run
 from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
 from trl_fsdp_qlora.tools.planning.launches import Launch
-from trl_fsdp_qlora.tools.planning.rollout import cache_bytes
 from trl_fsdp_qlora.tools.recipe.checks import lora_config
 from trl_fsdp_qlora.trainers.step.step_scores import StepScores
 
@@ -86,11 +88,9 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
 
 
 def planned(run, packed: bool, grad: bool = True) -> int:
-    fake = FakeRun(run, config(), False)
-    rows = run.per_device_train_batch_size
-    if packed:
-        return fake.step_bytes(rows, 1, grad)
-    return fake.padded_bytes(fake._padded(rows, run.prompt_tokens, run.max_completion_length), grad)
+    if not packed:
+        run = replace(run, values=run.values | {"prefix_sharing": "off"})
+    return FakeRun(run, config(), False).step_bytes(run.per_device_train_batch_size, 1, grad)
 
 
 @pytest.mark.parametrize(
@@ -309,29 +309,43 @@ def test_the_cache_is_the_one_that_generation_leaves(of, tmp_path):
     keys = [layer.keys.nbytes + layer.values.nbytes for layer in layers if getattr(layer, "keys", None) is not None]
     recurrent = [layer for layer in layers if hasattr(layer, "conv_states")]
     states = [x[0].nbytes for layer in recurrent for x in (layer.conv_states, layer.recurrent_states)]
-    prompts = sum(keys) // len(ids) * run.prompt_tokens // ids.shape[1]
-    assert cache_bytes(FakeRun(run, of(), False))[:2] == (sum(keys) + sum(states), prompts)
+    assert FakeRun(run, of(), False).generation_bytes().cache == sum(keys) + sum(states)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_generation_peaks_where_it_was_planned(tmp_path, compact):
+    """Compared with the same completions on real tensors, of prompts that share nothing."""
+    run = settings(folder(tmp_path), compact_generation=compact, prompt_tokens=100, max_completion_length=12)
+    planned_bytes = FakeRun(run, config(), False).generation_bytes()
+    model = built(run).eval()
+    prompts = torch.randint(3, 512, (2, 100)).repeat_interleave(4, 0)
+    generation_config = tf.GenerationConfig(do_sample=True, max_new_tokens=12, pad_token_id=0, eos_token_id=[511])
+    model.get_base_model().lm_head.weight.data[511] = 0
+    with PeakTracker(*model.parameters(), *model.buffers()) as tracker:
+        before = tracker.now
+        complete(model, prompts.tolist(), generation_config, compact=compact)
+    peak = max(planned_bytes.prefill, planned_bytes.cache + planned_bytes.step)
+    assert peak == pytest.approx(tracker.peak - before, rel=NEAR)
 
 
 def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_path):
-    """Against every allocation of torch's CPU allocator."""
+    """Compared with every allocation of torch's CPU allocator."""
     vocabulary = 65536
-    run = settings(folder(tmp_path, vocab_size=vocabulary), Launch(use_cpu=True), temperature=0.9)
+    fields = {"vocab_size": vocabulary, "num_hidden_layers": 1}
+    run = settings(folder(tmp_path, **fields), temperature=0.9, top_k=0, max_completion_length=4)
     processors = tf.LogitsProcessorList([tf.TemperatureLogitsWarper(0.9)])
     ids = torch.zeros(run.rollout_rows, 4, dtype=torch.long)
     rows = torch.arange(run.rollout_rows)
     sampling = tf.GenerationConfig(do_sample=True)
-    steps = _DecodedRows(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
+    steps = DecodedRows(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
 
     def step():
         logits = torch.zeros(run.rollout_rows, vocabulary)
         steps.append(logits)
 
     taken = benchmark("synthetic").peak_bytes(step, "cpu")
-    assert cache_bytes(FakeRun(run, config(vocab_size=vocabulary), False))[2] == pytest.approx(taken, rel=NEAR)
-    # Of a small vocabulary, a layer's cache that is copied as it grows is more; there are two heads to one of keys.
-    whole, _, step = cache_bytes(FakeRun(run, config(vocab_size=64), False))
-    assert step == 2 * whole // LAYERS
+    planned_bytes = FakeRun(run, config(**fields), False).generation_bytes()
+    assert planned_bytes.step == pytest.approx(taken, rel=NEAR)
 
 
 def saved_bytes(run, model=None) -> int:

@@ -17,7 +17,7 @@ from trl_fsdp_qlora.tools.cli.plan import plan as command
 from trl_fsdp_qlora.tools.cli.scripts import refuse_typos
 from trl_fsdp_qlora.tools.planning import fitting, largest
 from trl_fsdp_qlora.tools.planning import plan as module
-from trl_fsdp_qlora.tools.planning.fake_run import FakeRun, Padded
+from trl_fsdp_qlora.tools.planning.fake_run import FakeRun, Lengths
 from trl_fsdp_qlora.tools.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
 from trl_fsdp_qlora.tools.planning.launches import Launch
 from trl_fsdp_qlora.tools.planning.plan import changed, make_plan, plan_recipe
@@ -34,12 +34,12 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     """Long prompts, short completions: generation needs most before its first token."""
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=1, compact_generation=False)
     plan = make_plan(run, hardware=CPU)
-    prefill = FakeRun(run, plan.config, False).padded_bytes(Padded(8, 256, 0), grad=False)
     prompts = 8 * 256 * 5 * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, heads, their size, bytes
     coming = sum(
         plan.phases["generate"].get(part, 0) for part in (module.ACTIVATIONS, module.CACHE, module.TOKEN_STEP)
     )
-    assert coming == prefill + prompts
+    of_a_layer = 8 * 256 * 384 * 4  # an intermediate of the MLP
+    assert prompts + of_a_layer < coming == FakeRun(run, plan.config, False).generation_bytes().prefill
 
 
 def test_a_base_that_vllm_shares_counts_once(tmp_path):
@@ -115,7 +115,7 @@ def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
     rows = run.per_device_train_batch_size
     fake = FakeRun(run, plan.config, False)
     first_step = fake.step_bytes(rows, 1)
-    compared = fake.padded_bytes(Padded(1, 260, 259), grad=True)
+    compared = fake.stock_row_bytes(Lengths(256, 4))
     assert plan.phases["forward_backward"][module.ACTIVATIONS] == compared > first_step
 
 

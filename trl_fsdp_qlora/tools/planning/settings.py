@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trl import ModelConfig
 
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
+from ...trainers.methods import METHODS, Method
 from ..recipe.arguments import ScriptArguments, recipe_fields
 from .launches import Launch, deepspeed_of_file, deepspeed_of_plugin, fsdp_of_process
 
@@ -19,14 +20,25 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
+# Tokens of the longest prompt, if nothing is known of it.
+ASSUMED_PROMPT = 256
+
+
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run on which its memory depends; the trainer's fields, `values`, are attributes as well."""
+    """The settings of a run on which its memory depends; the trainer's fields, `values`, are attributes as well.
+
+    Attributes:
+        prompt_tokens: of the longest prompt of a batch.
+        assumes_prompt: whether that number is neither the user's nor measured.
+    """
 
     model: ModelConfig
     values: dict[str, Any] = field(repr=False)
     launch: Launch
-    prompt_tokens: int = 256  # of the longest prompt of a batch
+    method: Method
+    prompt_tokens: int = ASSUMED_PROMPT
+    assumes_prompt: bool = False
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("values", ())
@@ -37,7 +49,7 @@ class Settings:
     @property
     def is_paired(self) -> bool:
         """Whether rows are preference pairs, and nothing is generated."""
-        return "num_generations" not in self.values
+        return self.method.is_paired
 
     @property
     def rows(self) -> int:
@@ -119,11 +131,16 @@ class Settings:
 
 
 def from_words(
-    words: Sequence[str], config: type, launch: Launch, prompt_tokens: int = 256, script: type = ScriptArguments
+    words: Sequence[str],
+    config: type,
+    launch: Launch,
+    prompt_tokens: int | None = None,
+    script: type = ScriptArguments,
 ) -> Settings:
     """The settings of a recipe's command line.
 
     Args:
+        prompt_tokens: of the longest prompt; assumed if `None`.
         config, script: the classes of the config and of the further arguments of the recipe's method.
 
     Raises:
@@ -135,10 +152,18 @@ def from_words(
     if values.get("deepspeed"):
         launch = replace(launch, **deepspeed_of_file(values["deepspeed"]))
     model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
-    return Settings(model, values, launch, prompt_tokens)
+    is_assumed = prompt_tokens is None
+    return Settings(model, values, launch, _method_of(config), prompt_tokens or ASSUMED_PROMPT, is_assumed)
 
 
-def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: int = 256) -> Settings:
+def _method_of(config: type) -> Method:
+    """The method whose config this class is, or extends."""
+    by_name = {method.config: method for method in METHODS}
+    names = [base.__name__ for base in config.__mro__ if base.__name__ in by_name]
+    return by_name[names[0]]
+
+
+def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: int) -> Settings:
     """The settings of a run that is about to start, from its parsed arguments."""
     ranks = config.world_size
     machines = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
@@ -151,4 +176,4 @@ def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: 
     launch = Launch(
         processes=ranks, machines=machines, use_cpu=config.device.type == "cpu", mixed_precision=mixed, **sharing
     )
-    return Settings(model, dict(vars(config)), launch, prompt_tokens)
+    return Settings(model, dict(vars(config)), launch, _method_of(type(config)), prompt_tokens)
