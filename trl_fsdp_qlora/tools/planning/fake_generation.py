@@ -128,7 +128,8 @@ def generated_bytes(model: nn.Module, mode: DeviceMode, settings: Settings, trac
     loop = _FirstAndLastToken(tracker, settings.max_completion_length, compact)
     with real_tensors():
         prompt_R = torch.arange(count) * distinct // count
-        ids_UP = torch.full((distinct, settings.prompt_tokens), 2)
+        first_U1 = torch.arange(2, distinct + 2).unsqueeze(1)  # no prompt begins as another one
+        ids_UP = first_U1.repeat(1, settings.prompt_tokens)
         mask_UP = torch.ones_like(ids_UP)
     loop.prompt_R = mode.with_numbers(prompt_R)
     ids_UP = mode.with_numbers(ids_UP)
@@ -140,13 +141,11 @@ def generated_bytes(model: nn.Module, mode: DeviceMode, settings: Settings, trac
 def _config(settings: Settings) -> GenerationConfig:
     """The settings of `generate`, as TRL's trainers make them."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    sampling = {name: settings.values[name] for name in names}
-    return GenerationConfig(
-        max_new_tokens=settings.max_completion_length,
-        do_sample=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        disable_compile=True,
-        **sampling,
-        **settings.generation_kwargs or {},
-    )
+    options = {name: settings.values[name] for name in names}
+    options |= {
+        "max_new_tokens": settings.max_completion_length,
+        "do_sample": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return GenerationConfig(**options | settings.generation_options, disable_compile=True)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-# Tokens of the longest prompt, if nothing is known of it.
+# Tokens of the longest prompt, and of the longest answer of a pair, if nothing is known of them.
 ASSUMED_PROMPT = 256
+ASSUMED_ANSWER = 256
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ class Settings:
     @property
     def completion_tokens(self) -> int:
         """Tokens of the longest completion, or of the longest answer of a pair, whose `max_length` has the prompt."""
-        if not self.is_paired or self.max_length is None:
+        if not self.is_paired:
             return self.max_completion_length
+        if self.max_length is None:
+            return self.values.get("max_completion_length", ASSUMED_ANSWER)
         return max(1, self.max_length - self.prompt_tokens)
 
     @property
@@ -106,9 +109,13 @@ class Settings:
 
     @property
     def checkpointing_kwargs(self) -> dict[str, bool | int]:
-        """How activations are checkpointed; on a command line the field is JSON."""
-        kwargs = self.gradient_checkpointing_kwargs or {}
-        return json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+        """How activations are checkpointed."""
+        return _mapping(self.gradient_checkpointing_kwargs)
+
+    @property
+    def generation_options(self) -> dict[str, Any]:
+        """Further options of `generate`."""
+        return _mapping(self.generation_kwargs)
 
     @property
     def checkpoints(self) -> bool:
@@ -128,6 +135,11 @@ class Settings:
             return bool(self.precompute_ref_log_probs)
         reuses_rollouts = self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
         return bool(self.values.get("beta")) or reuses_rollouts
+
+
+def _mapping(value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """The value of a field that is a mapping; on a command line it is JSON."""
+    return json.loads(value) if isinstance(value, str) else value or {}
 
 
 def from_words(
