@@ -23,7 +23,7 @@ from .launch_checks import is_fsdp2_launch
 
 
 def has_sharded_adapter(model: nn.Module) -> bool:
-    """Whether `model` is a PEFT model under FSDP2. Such a model saves an adapter, whatever its base is."""
+    """Whether `model` is a PEFT model under FSDP2. Such a model saves an adapter, for any base."""
     return isinstance(model, FSDPModule) and isinstance(model, PeftModel)
 
 

@@ -148,16 +148,6 @@ def test_whole_checkpoints_are_pushed_and_the_best_one_stays(tmp_path, monkeypat
     assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
 
 
-@pytest.fixture
-def default_handlers():
-    """As a process of a terminal has them: in a shell's background SIGINT is ignored."""
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def kill_in_step(grpo, *numbers, step=2, seconds=0.0) -> None:
     """Let this process get signals at the beginning of a step, with seconds between them."""
 

@@ -36,7 +36,7 @@ class LossRequest:
     """What a loss asks of its pass of the policy; see [`TrlPass.requested`].
 
     Attributes:
-        model: the policy as TRL hands it to the loss, wrappers included.
+        model: the policy as TRL passes it to the loss, wrappers included.
         inputs: the inputs of the loss.
         scored_BC: completion tokens whose values are wanted (bool); every unmasked token if `None`. All others get
             zeros. A caller that leaves out tokens must also zero the old and reference values of these tokens:
@@ -127,7 +127,7 @@ class PassModel:
         ids_BC = arguments["input_ids"][:, -width:]
         completion_ids_BC = self.request.inputs["completion_ids"]
         is_as_wide = ids_BC.shape == completion_ids_BC.shape
-        # The host waits for this comparison, so it is made only on a TRL whose calls nobody has looked at.
+        # The host waits for this comparison, so it is made only on a TRL that was not tested.
         if not is_as_wide or not (is_tested() or torch.equal(ids_BC, completion_ids_BC)):
             raise UserError(
                 "tokens are left out of a loss, and this TRL's _get_per_token_logps_and_entropies scores other rows "
