@@ -8,7 +8,6 @@ from torch.utils.data import Sampler
 from ...compat import trl as trls
 from ...compat.trl_rollouts import DrawnRows
 from ...prefix_sharing.batch import PER_IMAGE
-from ...prefix_sharing.image_keys import fingerprints
 from ...scoring.transfer import to_device
 
 
@@ -63,6 +62,8 @@ def shuffled_groups(batch: DrawnRows, group_size: int, rank: int) -> DrawnRows:
     by_row = dict(trls.images_by_row(batch))
     rows = len(batch["prompt_ids"])
     if isinstance(by_row.get("pixel_values"), list):
+        from ...prefix_sharing.image_keys import fingerprints  # text needs nothing of it
+
         keys = fingerprints(batch)[:, 0].tolist()
         for name in PER_IMAGE:
             if isinstance(by_row.get(name), list):

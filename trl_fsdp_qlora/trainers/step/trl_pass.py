@@ -18,7 +18,6 @@ from ...compat.trl import INSTALL, is_tested
 from ...compat.trl_rollouts import ROWS, DrawnRows
 from ...errors import UserError
 from ...prefix_sharing.batch import IGNORED_LABEL, Instructions
-from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
 from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
@@ -325,6 +324,8 @@ def _as_of_padded_rows(entropies_BC: torch.Tensor, request: LossRequest, argumen
                 vision[name] = arguments[name]
         keys_B1 = None
         if "pixel_values" in vision:
+            from ...prefix_sharing.image_keys import fingerprints  # text needs nothing of it
+
             keys_B1 = fingerprints(vision)
         entropies_BC = share_values(entropies_BC, arguments["input_ids"], attention_mask, width, keys_B1)
     if request.scored_BC is None and width == 1:
