@@ -69,7 +69,7 @@ def test_two_threads_have_a_row_each():
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[0, 1, 1]])], ids=["no mask", "a mask"])
-def test_options_reach_the_backbone_and_the_arguments_are_as_before(mask):
+def test_options_reach_the_backbone_and_arguments_return(mask):
     arguments = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": mask}
     changed = with_options(arguments, last_columns=2)
     assert options_of(changed["attention_mask"])["last_columns"] == 2
