@@ -1,12 +1,14 @@
-"""Masks that carry a packed row or options, compared with plain masks: through copies, and through transformers."""
+"""A mask carries a row or options through what libraries do to masks, and nothing else that is computed with it."""
+
+import threading
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
 from trl_fsdp_qlora.prefix_sharing.row_mask import (
-    RowMask,
     as_before,
     carries_row,
     masks_of,
@@ -19,80 +21,94 @@ from trl_fsdp_qlora.prefix_sharing.row_mask import (
 
 from .helpers import awkward_batch, completion_labels, pack
 
-
-@pytest.fixture
-def packed_row():
-    ids, mask = awkward_batch()
-    return pack(ids, mask, completion_labels(ids, mask))
-
-
+ROW = object()  # any; the mask does not look at it
 COPIES = {
-    "detached": torch.Tensor.detach,
-    "cloned": torch.Tensor.clone,
+    "detached": lambda mask: mask.detach(),
+    "moved": lambda mask: mask.to("cpu", copy=True),
     "sliced": lambda mask: mask[:, :, :1],
-    "another dtype": lambda mask: mask.to(torch.float32),
-    "another device": lambda mask: mask.to("meta"),
+    "cloned": lambda mask: mask.clone(),
+    "another dtype": lambda mask: mask.float(),
 }
 
 
-@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-def test_a_copy_of_a_mask_carries_the_same_row(copy, packed_row):
-    plain = no_mask(torch.device("cpu"))
-    mask = copy(with_row(plain, packed_row))
-    assert carries_row(mask) and row_of(mask) is packed_row
-    assert mask.shape == copy(plain).shape and mask.dtype == copy(plain).dtype
-    assert not carries_row(plain) and not carries_row(None)
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_a_mask_carry_its_row(name):
+    mask = with_row(no_mask(torch.device("cpu")), ROW)
+    copy = COPIES[name](mask)
+    assert carries_row(copy) and row_of(copy) is ROW
 
 
-def test_a_result_of_a_mask_and_another_tensor_is_no_mask(packed_row):
-    mask = with_row(no_mask(torch.device("cpu")), packed_row)
-    product = mask * torch.ones(2)
-    assert type(product) is torch.Tensor and torch.equal(product, torch.ones(1, 1, 1, 2))
+def test_what_is_computed_with_a_mask_carries_nothing():
+    mask = with_row(no_mask(torch.device("cpu")), ROW)
+    assert not carries_row(torch.ones(1, 1, 1, 1) * mask)
+    assert not carries_row(torch.ones(1)) and not carries_row(None)
 
 
-def test_transformers_passes_the_mask_of_a_row_to_the_layers(packed_row):
-    mask = masks_of(packed_row, frozenset(), is_recurrent=False)
-    config = LlamaConfig(hidden_size=8, num_attention_heads=1, attn_implementation="sdpa")
+@pytest.mark.parametrize("re_entrant", [True, False])
+def test_a_checkpointed_layer_gets_the_row_again_in_the_backward(re_entrant):
+    rows = []
+
+    def layer(x, mask):
+        rows.append(row_of(mask))
+        return x.square()  # which keeps its input for the backward
+
+    x = torch.ones(2, requires_grad=True)
+    mask = with_row(no_mask(torch.device("cpu")), ROW)
+    checkpoint(layer, x, mask, use_reentrant=re_entrant).sum().backward()
+    assert rows == [ROW, ROW]
+
+
+def test_two_threads_have_a_row_each():
+    rows = {}
+
+    def run(name):
+        mask = with_row(no_mask(torch.device("cpu")), name)
+        rows[name] = row_of(mask.clone())
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rows == {"a": "a", "b": "b"}
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[0, 1, 1]])], ids=["no mask", "a mask"])
+def test_options_reach_the_backbone_and_arguments_return(mask):
+    arguments = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": mask}
+    changed = with_options(arguments, last_columns=2)
+    assert options_of(changed["attention_mask"])["last_columns"] == 2
+    before = as_before(changed)
+    assert options_of(before["attention_mask"]) is None
+    if mask is None:
+        assert before["attention_mask"] is None
+    else:
+        assert type(before["attention_mask"]) is torch.Tensor and torch.equal(before["attention_mask"], mask)
+
+
+def test_masks_by_type_of_layer_take_no_options():
+    arguments = {"input_ids": torch.tensor([[1]]), "attention_mask": {"full_attention": None}}
+    assert with_options(arguments, as_stock=True) is arguments
+
+
+def test_transformers_passes_the_mask_of_a_row_to_its_layers():
+    ids, mask = awkward_batch()
+    packed_row = pack(ids, mask, completion_labels(ids, mask))
     of_layers = create_causal_mask(
-        config,
+        LlamaConfig(hidden_size=8, num_attention_heads=1, attn_implementation="sdpa"),
         inputs_embeds=torch.zeros(1, packed_row.tokens, 8),
-        attention_mask=mask,
+        attention_mask=masks_of(packed_row, frozenset(), is_recurrent=False),
         past_key_values=None,
         position_ids=packed_row.position_ids,
     )
     assert row_of(of_layers) is packed_row
 
 
-def test_models_with_recurrent_layers_get_a_mask_for_each_type_of_layer(packed_row):
+def test_recurrent_layers_get_a_mask_of_their_type_or_one_for_each_token():
+    ids, mask = awkward_batch()
+    packed_row = pack(ids, mask, completion_labels(ids, mask))
     names = frozenset({"linear_attention", "full_attention"})
     masks = masks_of(packed_row, names, is_recurrent=True)
     assert masks.keys() == names and all(row_of(mask) is packed_row for mask in masks.values())
-    mask = masks_of(packed_row, frozenset(), is_recurrent=True)
-    assert row_of(mask) is packed_row and mask.shape == (1, packed_row.tokens)
-
-
-@pytest.mark.parametrize("has_mask", [True, False])
-@pytest.mark.parametrize("name", ["input_ids", "inputs_embeds"])
-def test_arguments_with_options_are_restored(name, has_mask):
-    ids, mask = awkward_batch()
-    arguments = {name: ids if name == "input_ids" else ids[..., None].float(), "use_cache": False}
-    if has_mask:
-        arguments["attention_mask"] = mask
-    carrying = with_options(arguments, last_columns=3)
-    of_backbone = carrying["attention_mask"]
-    assert options_of(of_backbone)["last_columns"] == 3 and not carries_row(of_backbone)
-    # What a wrapper of the backbone sees is a mask of the batch.
-    expected = mask if has_mask else torch.ones_like(mask)
-    assert torch.equal(of_backbone.as_subclass(torch.Tensor), expected)
-    restored = as_before(carrying)
-    assert restored[name] is arguments[name] and restored["use_cache"] is False
-    if has_mask:
-        assert not isinstance(restored["attention_mask"], RowMask) and torch.equal(restored["attention_mask"], mask)
-    else:
-        assert restored["attention_mask"] is None
-
-
-def test_masks_by_type_of_layer_carry_no_options():
-    arguments = {"attention_mask": {"full_attention": torch.ones(1, 1, 4, 4)}}
-    assert with_options(arguments, as_stock=True) is arguments
-    assert options_of(arguments["attention_mask"]) is None and options_of(None) is None
+    of_tokens = masks_of(packed_row, frozenset(), is_recurrent=True)
+    assert row_of(of_tokens) is packed_row and of_tokens.shape == (1, packed_row.tokens)

@@ -31,7 +31,7 @@ def test_a_right_model_has_no_differences(name, labelled):
 
 @pytest.mark.parametrize("is_adapter", [True, False], ids=["LoRA", "full"])
 @pytest.mark.parametrize("wrap", ["plain", "checkpointing", "re-entrant checkpointing"])
-def test_wrong_values_and_wrong_gradients_are_returned_at_any_time(wrap, is_adapter, monkeypatch):
+def test_wrong_values_and_gradients_are_returned_at_any_time(wrap, is_adapter, monkeypatch):
     model = build("llama").train()
     if is_adapter:
         model = get_peft_model(model, lora())

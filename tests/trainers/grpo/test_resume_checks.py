@@ -1,6 +1,6 @@
 """What a trainer logs and does if a checkpoint does not fit: other shapes, another run, the end, a full disk.
 
-Covers `trainers/saving/running.py`, `trainers/saving/stopping.py`.
+Covers `trainers/saving/stopping.py`.
 """
 
 import errno
