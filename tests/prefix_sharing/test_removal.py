@@ -1,7 +1,4 @@
-"""`share_prompts(model, attention="off")` takes everything back that was put on a model.
-
-Covers `prefix_sharing/wrapped_forward.py`.
-"""
+"""`share_prompts(model, attention="off")` takes everything back that was put on a model."""
 
 import functools
 

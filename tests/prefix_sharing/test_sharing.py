@@ -1,7 +1,4 @@
-"""`share_prompts(model)`: fused calls compared with stock TRL's, for rows of any kind and models in any wrapper.
-
-Covers `prefix_sharing/packed_model.py`, `prefix_sharing/router_loss.py`.
-"""
+"""`share_prompts(model)`: fused calls compared with stock TRL's, for rows of any kind and models in any wrapper."""
 
 import copy
 import logging

@@ -1,7 +1,4 @@
-"""The public `verify`: it finds planted faults, leaves no trace, and answers for any call of a shared model.
-
-Covers `prefix_sharing/request.py`.
-"""
+"""The public `verify`: it finds planted faults, leaves no trace, and answers for any call of a shared model."""
 
 import pytest
 import torch
