@@ -245,7 +245,7 @@ SERVED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SERVED)
-def test_log_probabilities_are_pefts_for_any_settings_that_vllm_reads(shared_engine, base, tmp_path, kind):
+def test_log_probabilities_are_pefts_for_settings_vllm_reads(shared_engine, base, tmp_path, kind):
     """Sampled tokens' log-probabilities, of adapters on some layers and with another scaling."""
     tokenizer, policy, engine = served(base, tmp_path, 0.1, **SERVED[kind])
     if kind == "another name":
@@ -271,7 +271,7 @@ def test_log_probabilities_are_pefts_for_any_settings_that_vllm_reads(shared_eng
     assert sum(of_adapter) / len(of_adapter) > 1e-2
 
 
-def test_equal_prompts_are_drawn_apart_and_again_the_same_and_prefilled_once(shared_engine, base, tmp_path):
+def test_equal_prompts_are_prefilled_once_and_drawn_apart(shared_engine, base, tmp_path):
     from vllm import SamplingParams
 
     tokenizer, policy, engine = served(base, tmp_path, 0.05)
