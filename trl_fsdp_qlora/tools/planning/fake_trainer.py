@@ -29,7 +29,7 @@ from ...prefix_sharing.sharing import PromptSharing, causal_language_model
 from ...trainers.grpo.token_budget import TokenBudget
 from ...trainers.step.rows import Arguments, LossRows, padded_batch
 from ...trainers.step.step_scores import StepScores
-from ...trainers.step.trl_pass import Request, TrlPass
+from ...trainers.step.trl_pass import LossRequest, TrlPass
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class FakeTrainer:
             return self._trainer.compute_loss(self.model, self.inputs[number])
 
     def scores_of(
-        self, sharing: PromptSharing, request: Request, arguments: Arguments
+        self, sharing: PromptSharing, request: LossRequest, arguments: Arguments
     ) -> "FusedCausalLMOutput | None":
         """The scores of the current micro-batch, in place of the `LookAhead` of a trainer, which plans every one."""
         return None if self.scores is None else self.scores.score(self._number, request.model)
