@@ -143,11 +143,6 @@ def prepares_inputs_itself(model: PreTrainedModel) -> bool:
     return type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
 
 
-def drawing_one_token(config: GenerationConfig) -> AbstractContextManager[None]:
-    """A block in which whoever draws by `config`, also TRL's own loop with its trainer's config, draws one token."""
-    return replaced(config, max_new_tokens=1)
-
-
 def without_copy(layer: "LoraLayer", name: str, variant: "LoraVariant") -> AbstractContextManager[None]:
     """A block in which a 4-bit `layer` adds its adapter `name` by `variant`, in place, to the base's output.
 
