@@ -1,12 +1,12 @@
 """Undocumented parts of transformers: names and classes of models, reading an optimizer, names of attention kernels.
 
-`generation.py` has those of `generate`.
+`transformers_generation.py` has those of `generate`.
 """
 
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,6 @@ from transformers import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..utils.replaced import replaced
 from .peft import is_peft
 
 if TYPE_CHECKING:
@@ -114,13 +113,6 @@ def attention_named(config: PretrainedConfig, name: str) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = registered
-
-
-def loading_no_optimizer() -> AbstractContextManager:
-    """Let transformers' own `_load_optimizer_and_scheduler` do nothing inside the block; a subclass's still runs."""
-    from transformers import Trainer  # which imports PEFT and datasets
-
-    return replaced(Trainer, _load_optimizer_and_scheduler=lambda trainer, checkpoint: None)
 
 
 def has_accelerator() -> bool:

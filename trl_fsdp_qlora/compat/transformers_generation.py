@@ -146,7 +146,8 @@ def prepares_inputs_itself(model: PreTrainedModel) -> bool:
 def without_copy(layer: "LoraLayer", name: str, variant: "LoraVariant") -> AbstractContextManager[None]:
     """A block in which a 4-bit `layer` adds its adapter `name` by `variant`, in place, to the base's output.
 
-    PEFT's forward of such a layer copies the base's output for a backward, also if there is none.
+    PEFT's forward of such a layer copies the base's output for a backward, also if there is none. It does so before it
+    asks for the variant, and has no option against it.
 
     Args:
         variant: its `forward` returns the base's output plus the adapter's part.

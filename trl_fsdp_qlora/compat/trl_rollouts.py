@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
@@ -59,7 +59,7 @@ def with_names(method: types.MethodType, **names: object) -> types.MethodType:
 
     What decorates the method decorates the copy, if the decorator's function holds the decorated one in its closure.
     """
-    function = getattr(method, "__func__", method)
+    function: Any = getattr(method, "__func__", method)
     return types.MethodType(_function_with_names(function, names), method.__self__)
 
 

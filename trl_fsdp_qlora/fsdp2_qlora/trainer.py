@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..compat.fsdp import head_on_device
-from ..compat.transformers import loading_no_optimizer
+from ..utils.files import links_without
 from .launch_checks import is_fsdp2_launch
 
 
@@ -146,9 +146,10 @@ class ShardedQLoRAMixin(_Trainer):
         if optimizer.is_file() and schedule.is_file():  # otherwise both start from nothing, as in transformers
             load_optimizer(self.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
-        # TRL's own method restores its other states, such as its entropy controller.
-        with loading_no_optimizer():
-            super()._load_optimizer_and_scheduler(checkpoint)
+        # TRL's own method restores its other states, such as its entropy controller, and calls transformers', which
+        # loads an optimizer if it finds one.
+        with links_without(checkpoint, {OPTIMIZER_NAME, SCHEDULER_NAME}) as folder:
+            super()._load_optimizer_and_scheduler(folder)
 
     def _load_best_model(self) -> None:
         if not has_sharded_adapter(self.model):

@@ -5,7 +5,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,16 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
         if scratch.is_file():
             scratch.unlink()
+
+
+@contextmanager
+def links_without(folder: str | Path, names: Collection[str]) -> Iterator[str]:
+    """In the block there is a folder with links to all that `folder` has, except for `names`; yields its path."""
+    with tempfile.TemporaryDirectory() as links:
+        for path in Path(folder).absolute().iterdir():
+            if path.name not in names:
+                Path(links, path.name).symlink_to(path)
+        yield links
 
 
 def digest(path: str | Path) -> str:

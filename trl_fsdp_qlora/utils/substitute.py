@@ -32,7 +32,7 @@ class Substitute:
         vars(self).update(values, _original=original)
 
     @property
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # type: ignore[misc]  # of `object` it can be set
         return self._original.__class__
 
     def __getattr__(self, name: str) -> object:  # called for names that the substitute lacks

@@ -129,7 +129,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             with self.generating(self.ref_model) as (model, synced_gpus):
                 yield model, synced_gpus
         elif self._engine_is_reference:
-            with self._engine_model() as (model, synced_gpus), self.vllm_generation.without_adapter():
+            with self._engine_model(self.vllm_generation.without_adapter()) as (model, synced_gpus):
                 yield model, synced_gpus
         else:
             adapter = "ref" if self._starts_from_adapter else None

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, wraps
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig
@@ -32,6 +33,9 @@ from ..step.trl_pass import Request
 from .arguments import check_call
 from .config import EfficientGRPOConfig
 from .token_budget import LossTerms, TokenBudget, correct_means, drop_missing, entropy_scale
+
+if TYPE_CHECKING:
+    from ...engines.vllm.engine import AdapterEngine
 
 WEIGHS_AS_1_16 = weighs_as_1_16()
 
@@ -230,19 +234,19 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         if self.state.global_step != self._last_loaded_step:
             self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
-        return self._engine_model()
+        return self._engine_model(self.vllm_generation)
 
     @property
     def engine_draws(self) -> bool:
         """Whether vLLM also draws completions outside of training: for accuracy, evaluation and V*."""
         return self.use_vllm and self.sync.mode == "adapter" and self.vllm_generation.draws_alone
 
-    def _engine_model(self):
-        """A context with the engine in the place of a model, and `False`: ranks draw independently of each other."""
+    def _engine_model(self, engine: "AdapterEngine"):
+        """A context with `engine` in the place of a model, and `False`: ranks draw independently of each other."""
         from ...engines.decode.completions import EngineModel
 
         model = self.accelerator.unwrap_model(self.model)
-        return nullcontext((EngineModel(self.vllm_generation, model.generation_config, model.config), False))
+        return nullcontext((EngineModel(engine, model.generation_config, model.config), False))
 
     def _calculate_rewards(self, inputs, *args, **kwargs):
         if isinstance(inputs, ScoredRows):
