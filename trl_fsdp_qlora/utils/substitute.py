@@ -31,8 +31,8 @@ class Substitute:
             getattr(original, name)  # raises
         vars(self).update(values, _original=original)
 
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]  # of `object` it can be set
+    @property  # type: ignore[misc]  # of `object` it can be set
+    def __class__(self) -> type:
         return self._original.__class__
 
     def __getattr__(self, name: str) -> object:  # called for names that the substitute lacks
