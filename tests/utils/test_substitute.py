@@ -1,5 +1,6 @@
 """A method that gets a substitute as its `self`, compared with the same method of the original."""
 
+import copy
 import functools
 
 import pytest
@@ -58,6 +59,12 @@ def test_a_method_in_place_of_another_is_called_without_the_object():
     trainer = Trainer()
     shout = functools.partial(str.lower, "QUIET")
     assert Base.report(Substitute(trainer, shout=shout))[1] == "quiet"
+
+
+def test_a_copy_has_the_same_original_and_values():
+    trainer = Trainer()
+    again = copy.copy(Substitute(trainer, name="substitute"))
+    assert (again.name, again.calls, again.__class__) == ("substitute", 0, Trainer)
 
 
 def test_a_name_that_the_original_lacks_is_an_error():

@@ -1,12 +1,11 @@
-"""Undocumented parts of transformers: names and classes of models, reading an optimizer, names of attention kernels.
+"""Undocumented parts of transformers: names and classes of models, names of attention kernels, checkpointing, experts.
 
 `transformers_generation.py` has those of `generate`.
 """
 
 import inspect
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +23,7 @@ from transformers import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
+from ..utils.replaced import replaced
 from .peft import is_peft
 
 if TYPE_CHECKING:
@@ -104,15 +104,9 @@ def name_without_flash(name: str) -> str:
     return re.sub(r"[^\w]", "_", name.replace("flash", "fa"))
 
 
-@contextmanager
-def attention_named(config: PretrainedConfig, name: str) -> Iterator[None]:
-    """Set the attention implementation in `config` to `name` inside the block."""
-    registered = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = registered
+def attention_named(config: PretrainedConfig, name: str) -> AbstractContextManager:
+    """In the block `config` has the attention implementation `name`, which a function of transformers looks up there."""
+    return replaced(config, _attn_implementation=name)
 
 
 def has_accelerator() -> bool:

@@ -110,6 +110,7 @@ def digest(path: str | Path) -> str:
 
 
 def write_json(path: str | Path, content: dict) -> None:
+    """Write a mapping as a JSON file, whole or not at all."""
     with written_whole(path) as scratch:
         scratch.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

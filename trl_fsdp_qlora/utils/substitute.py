@@ -36,7 +36,8 @@ class Substitute:
         return self._original.__class__
 
     def __getattr__(self, name: str) -> object:  # called for names that the substitute lacks
-        return getattr(self._original, name)
+        # Not `self._original`, which would look for itself without end in a copy that is not filled yet.
+        return getattr(object.__getattribute__(self, "_original"), name)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
