@@ -1,4 +1,4 @@
-"""Covers `compat/transformers_generation.py`."""
+"""TRL's names, signatures and versions: each that is used is there, and one that is gone is named in a line."""
 
 import ast
 import inspect

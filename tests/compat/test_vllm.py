@@ -36,7 +36,7 @@ def test_shuts_down_while_there_are_groups(monkeypatch, groups):
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_the_trainer_is_imported_with_any_experiments_and_vllm_code_of_trl():
+def test_the_trainer_is_imported_without_trls_vllm_code():
     script = """
 import sys
 import trl.trainer.grpo_trainer

@@ -20,7 +20,7 @@ def adapted(tmp_path):
     return adapted
 
 
-def test_gathered_weights_are_those_of_all_adapters_and_none_of_the_base(adapted):
+def test_gathered_weights_are_those_of_all_adapters_alone(adapted):
     gathered = gather_adapter(adapted)
     wanted = {name: value for name, value in adapted.state_dict().items() if ".lora_" in name}
     assert any(".ref." in name for name in wanted)

@@ -190,7 +190,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_groups_cost_as_many_calls_for_many_experts_as_for_few_and_the_host_reads_nothing(tmp_path):
+def test_grouped_calls_are_as_many_for_many_experts_as_for_few(tmp_path):
     counted = []
     for number in (6, 24):
         model = loaded(save(tmp_path / str(number), num_experts=number, num_local_experts=number))
@@ -342,7 +342,7 @@ def test_packed_rows_with_packed_experts(tmp_path, beta, group_calls):
     assert trainer._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 1
 
 
-def test_a_checkpoint_in_4_bits_whose_experts_are_numbers_is_packed_after_loading(tmp_path):
+def test_dense_experts_of_a_4_bit_checkpoint_are_packed(tmp_path):
     save(tmp_path / "plain")
     stock = AutoModelForCausalLM.from_pretrained(
         tmp_path / "plain", dtype=torch.float32, quantization_config=tiny.quantization()

@@ -44,7 +44,7 @@ def test_triton_unpacks_and_multiplies_as_bitsandbytes_and_torch_do(out_features
 
 
 @NEEDS_INTERPRETER
-def test_triton_multiplies_groups_with_trained_matrices_as_float64_does():
+def test_tritons_grouped_products_equal_float64():
     """Gradients of rows and matrices too; some groups have no rows, and the last has several tiles."""
     x = torch.randn(150, 40)
     weight = torch.randn(4, 72, 40)

@@ -122,7 +122,7 @@ def kinds_in(model) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_no_module_computes_a_token_more_often_than_with_checkpointing_alone(name, monkeypatch):
+def test_tokens_are_computed_as_often_as_with_checkpointing(name, monkeypatch):
     """Twice: in the forward and for the backward. A recomputed layer does not run the MLP; its backward does.
 
     Gemma's layer has a norm behind the MLP, which keeps nothing.

@@ -72,7 +72,7 @@ def test_unsupported_models_run_padded_and_the_reason_is_logged(name, caplog):
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "mistral_sliding", "a choice"])
-def test_a_model_that_cannot_be_packed_is_an_error_with_a_named_backend(name):
+def test_a_named_backend_refuses_a_model_that_cannot_be_packed(name):
     reasons = {
         **REASONS,
         "mistral_sliding": "no sliding window",
@@ -232,7 +232,7 @@ def test_attention_dropout_is_found_under_each_of_its_names(name):
     assert not prepared(DRAWING[name]()).status.packs
 
 
-def test_dropout_set_after_the_model_was_prepared_falls_back_at_the_first_pass():
+def test_dropout_set_after_share_prompts_runs_as_stock():
     model = build("llama")
     sharing = prepared(model)
     for layer in model.model.layers:

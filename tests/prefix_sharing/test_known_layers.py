@@ -51,7 +51,7 @@ def layers_with_states() -> dict[str, type]:
 
 
 @pytest.mark.exhaustive
-def test_every_layer_of_transformers_that_keeps_a_state_is_registered_or_known_to_be_missing():
+def test_each_stateful_layer_is_registered_or_known_as_missing():
     layers = layers_with_states()
     registered = {*known_layers.CONTINUE_FROM_STATES, *known_layers.BEGIN_AT_ZERO}
     assert registered <= set(layers)

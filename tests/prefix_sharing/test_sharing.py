@@ -503,7 +503,7 @@ def test_the_first_pass_is_compared_and_a_wrong_one_is_not_taken(monkeypatch):
     assert "difference in log-probability" in model.prompt_sharing.describe()
 
 
-def test_a_backend_that_is_named_later_raises_like_one_that_is_named_first():
+def test_a_backend_named_later_raises_like_one_named_first():
     """Passes had run as in stock TRL since `auto` found a difference, and a named backend was not used either."""
     model = with_stock_head(build("llama"))
     mlp = model.model.layers[0].mlp

@@ -63,7 +63,7 @@ def test_wrong_values_and_wrong_gradients_are_returned_at_any_time(wrap, is_adap
     assert verify(model, batch) == []
 
 
-def test_a_fault_that_a_call_finds_does_not_end_packed_passes_of_the_run(monkeypatch):
+def test_a_fault_that_verify_finds_ends_no_packed_passes(monkeypatch):
     """The first pass of each type compares by itself."""
     model = share_prompts(build("llama"))
     attend = cascade.attend

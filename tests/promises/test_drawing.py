@@ -34,7 +34,7 @@ def run(folder, trainer_class, config_class, **settings) -> tuple[list[list[str]
 
 
 @pytest.mark.parametrize("method", ["GRPO", "RLOO"])
-def test_a_draw_that_a_user_patches_onto_trls_class_is_the_draw_of_ours(tmp_path, monkeypatch, method):
+def test_a_draw_that_a_user_patches_onto_trls_class_draws(tmp_path, monkeypatch, method):
     """With the arguments of TRL's own, as a user's engine has them; the completions are equal to stock TRL's."""
 
     def engine(self, prompt_ids, images, multimodal_fields, num_generations=None):

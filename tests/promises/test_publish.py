@@ -55,7 +55,7 @@ def test_another_base_than_the_adapters_is_named_before_the_work():
     assert "warning" not in run("merge", "--adapter", "adapter", "--base", "./base", "--output", "again")[1]
 
 
-def test_publish_prints_what_a_reader_will_see_and_that_its_check_passed():
+def test_publish_prints_what_a_reader_will_see():
     lora = ["--use_peft", "true", "--lora_target_modules", "q_proj", "--license", "mit", "--data_license", "cc0-1.0"]
     status, text = run("grpo", *TINY, *lora)
     assert status == 0, text

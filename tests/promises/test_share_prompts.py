@@ -97,7 +97,7 @@ def test_the_first_step_of_a_model_whose_forwards_mix_tokens_is_stocks(hold):
     assert_equal_steps(stock, ours, group(1))
 
 
-def test_a_forward_of_a_modules_class_that_is_replaced_later_is_noticed(monkeypatch):
+def test_a_class_forward_that_is_replaced_later_is_noticed(monkeypatch):
     stock, ours = models()
     assert_equal_steps(stock, ours, group(1))
     mlp_class = type(stock.model.layers[0].mlp)
@@ -152,7 +152,7 @@ class Rows(torch.utils.data.Dataset):
         return {name: x[row] for name, x in self.batch.items()}
 
 
-def test_the_first_step_of_a_shared_trainer_logs_how_many_tokens_it_computes(tmp_path, caplog):
+def test_the_first_step_of_a_shared_trainer_logs_its_tokens(tmp_path, caplog):
     stock, _ = models()
     arguments = transformers.TrainingArguments(
         output_dir=tmp_path,

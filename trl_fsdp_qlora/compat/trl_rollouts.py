@@ -33,12 +33,9 @@ COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
 # Ours: for each episode its rows, if any episode has several (`trainers/step/rows.py`).
 ROWS = "rows"
 IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
-# TRL's metrics of these ratios.
-SAMPLING_METRICS = (
-    "sampling/sampling_logp_difference/mean",
-    "sampling/sampling_logp_difference/max",
-    *(f"sampling/{IMPORTANCE_RATIO}/{figure}" for figure in ("min", "mean", "max")),
-)
+# TRL's metrics of the log-probabilities of vLLM and of the policy, and of these ratios.
+DIFFERENCE_METRICS = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")
+RATIO_METRICS = tuple(f"sampling/{IMPORTANCE_RATIO}/{figure}" for figure in ("min", "mean", "max"))
 # Metrics that TRL averages over all tokens of the loss: those of scored tokens, and those of learning completions.
 SCORED_MEANS = ("entropy",)
 LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")

@@ -73,7 +73,7 @@ def test_completions_are_drawn_from_the_models_distribution(settings):
     assert compared == sum(map(len, drawn)) > 50 and len(set(map(tuple, drawn))) > 8
 
 
-def test_a_rows_draw_does_not_depend_on_which_rows_have_finished_and_repeats_with_its_seed():
+def test_a_rows_draw_is_the_same_with_and_without_other_rows():
     model = build()
     free = generate(model, PROMPTS, sampled(eos_token_id=[63], suppress_tokens=[63]), seed=1)
     ending = generate(model, PROMPTS, sampled(suppress_tokens=[63]), seed=1)

@@ -272,7 +272,7 @@ def test_log_probabilities_are_pefts_for_any_settings_that_vllm_reads(shared_eng
     assert sum(of_adapter) / len(of_adapter) > 1e-2
 
 
-def test_equal_prompts_are_drawn_apart_and_again_the_same_and_prefilled_once(shared_engine, base, tmp_path):
+def test_equal_prompts_are_prefilled_once_and_drawn_apart(shared_engine, base, tmp_path):
     from vllm import SamplingParams
 
     tokenizer, policy, engine = served(base, tmp_path, 0.05)

@@ -135,7 +135,7 @@ def test_a_good_run_has_the_metric_in_every_step(trainer_with, warned, changes):
     assert not warned and trainer.weight_sync_check.first < 1e-5
 
 
-def test_groups_of_further_prompts_are_asked_for_whole_and_keep_their_log_probabilities(trainer_with):
+def test_further_groups_keep_their_log_probabilities(trainer_with):
     trainer = trainer_with(reward=tiny.even_start, dynamic_sampling=True)
     ask = trainer.vllm_generation.generate
     asked = []

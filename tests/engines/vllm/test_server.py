@@ -19,7 +19,7 @@ from trl_fsdp_qlora.tools.evaluation.measurement import Measurement
 pytestmark = pytest.mark.vllm
 
 
-def test_a_run_syncs_generates_and_unloads_and_its_accuracy_is_drawn_by_the_server(server, quantized_base, tmp_path):
+def test_a_server_draws_training_and_accuracy_from_the_policy(server, quantized_base, tmp_path):
     trainer = on_quantized(quantized_base[1], tmp_path, quantized=False, max_steps=3, **on_server(server.url))
     trainer.train()
     assert max(figures(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5

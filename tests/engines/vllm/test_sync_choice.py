@@ -19,13 +19,12 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests import tiny
 from tests.engines.decode.test_decoding import SIZES
 from tests.fsdp2_qlora import tiny as qlora
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientRLOOConfig
-from trl_fsdp_qlora.engines.decode.completions import sampling
 from trl_fsdp_qlora.engines.vllm import adapter_sync, engine, sync_choice
 from trl_fsdp_qlora.engines.vllm.adapter_sync import (
     AdapterVersions,
@@ -338,15 +337,6 @@ def test_an_engine_in_this_process_draws_in_the_trainers_dtype(tmp_path, monkeyp
             assert json.loads((Path(begun.base) / "config.json").read_text())["dtype"] == dtype
     options = {"dtype": "float32", "quantization": "fp8"}
     assert started(tiny.tiny_model(), "bf16", vllm_engine_kwargs=options).engine_kwargs == options
-
-
-def test_sampling_parameters():
-    common = {"max_new_tokens": 7, "eos_token_id": [2, 5], "pad_token_id": 0}
-    greedy = sampling(GenerationConfig(do_sample=False, **common), None)
-    assert greedy == {"max_tokens": 7, "stop_token_ids": [2, 5], "temperature": 0.0}
-    drawn = sampling(GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, **common), 11)
-    assert (drawn["temperature"], drawn["top_p"], drawn["top_k"], drawn["seed"]) == (0.7, 0.9, 0, 11)
-    assert sampling(GenerationConfig(do_sample=True, **common), 11)["temperature"] == 1.0
 
 
 class Asleep:

@@ -91,7 +91,7 @@ def test_what_is_not_a_linear_layer_of_vllms_is_dequantized(tmp_path):
     torch.testing.assert_close(sampled, policy_logps(policy, prompt, drawn), rtol=0, atol=1e-4)
 
 
-def test_a_vllm_that_loads_in_another_way_is_an_error_that_names_the_option(tmp_path, monkeypatch):
+def test_a_vllm_that_loads_in_another_way_is_refused(tmp_path, monkeypatch):
     from trl_fsdp_qlora.experimental.one_base.shared_base import SharedBase
 
     place_packed = SharedBase.place_packed

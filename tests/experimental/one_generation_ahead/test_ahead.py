@@ -66,7 +66,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", these_first(ORDERS, "every step", "steps that end with an epoch"))
-def test_the_same_prompts_in_the_same_order_and_every_batch_is_trained_on(tmp_path, order):
+def test_prompts_and_their_order_are_those_without_the_option(tmp_path, order):
     trained, asked = {}, {}
     for ahead in (0, 1):
         with SamplingServer() as server:
@@ -97,7 +97,7 @@ LOSSES = {"grpo": {}, "vespo": {f"{CORRECTION}mode": "token_truncate"}}
 
 
 @pytest.mark.parametrize("loss_type", these_first(LOSSES, "vespo"))
-def test_losses_of_a_policy_that_does_not_change_are_those_without_the_option(tmp_path, loss_type):
+def test_losses_of_a_constant_policy_equal_those_in_turns(tmp_path, loss_type):
     changes = {
         "learning_rate": 0.0, "loss_type": loss_type, "per_device_train_batch_size": 4, "max_steps": 4,
         "gradient_accumulation_steps": 2, **LOSSES[loss_type],
@@ -221,7 +221,7 @@ def test_rows_that_a_random_transform_changes_are_those_drawn_for(server, tmp_pa
     assert figures(trainer, "sampling/staleness") == [0, 1, 1]
 
 
-def test_a_batch_is_for_its_rows_with_their_images_and_for_its_settings(server, tmp_path):
+def test_a_batch_in_flight_is_for_its_rows_images_and_settings(server, tmp_path):
     trainer = make(server, tmp_path, rollouts_ahead=1)
 
     def row(color):

@@ -78,7 +78,7 @@ def test_a_config_that_fits_the_machine(gpus, num_processes, config, monkeypatch
     assert scripts.default_config(num_processes) == config
 
 
-def test_what_accelerate_launch_gets_and_the_users_own_config_comes_first(monkeypatch, tmp_path, capsys):
+def test_a_users_own_accelerate_config_comes_first(monkeypatch, tmp_path, capsys):
     users_config = tmp_path / "default_config.yaml"
     launches = []
 

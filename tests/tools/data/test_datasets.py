@@ -93,7 +93,7 @@ def test_what_trls_trainer_takes_is_taken_with_a_reward_of_ones_own(name, tmp_pa
             assert read[column] == (str(row[column]) if graded else row[column])
 
 
-def test_a_conversation_gets_the_template_and_keeps_its_own_system_prompt():
+def test_a_conversation_keeps_its_own_system_prompt():
     parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
     problems = [{"row": 0, "question": question, "answer": "2"} for question in (TALK, TALK[1:], parts)]
     prompts = [datasets.to_prompts([each], "Be short.", "{question} Now.")[0]["prompt"] for each in problems]

@@ -64,7 +64,7 @@ def loaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
-def test_what_trls_trainer_gets_in_place_of_its_own_setup_is_what_it_has(folder, loaded, tmp_path):
+def test_the_measuring_trainer_has_what_grpo_trainers_setup_has(folder, loaded, tmp_path):
     """A TRL that reads the same by another name fails here, not in a run."""
     args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none")
     stock = GRPOTrainer(folder, args=args, train_dataset=rows(50), environment_factory=Guessing)

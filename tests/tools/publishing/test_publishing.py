@@ -32,7 +32,7 @@ from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrai
 from trl_fsdp_qlora.engines.decode.completions import generate
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.publishing import merge, publish
-from trl_fsdp_qlora.tools.publishing.loading import load_model
+from trl_fsdp_qlora.tools.publishing.adapted_base import load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.trainers.reporting import card
@@ -125,7 +125,7 @@ def test_a_card_has_the_accuracy_of_these_weights_alone(trained):
 
 
 @pytest.mark.processes
-def test_the_quick_start_runs_as_printed_and_plain_peft_gives_the_trainers_logits(trained):
+def test_the_printed_quick_start_gives_the_trainers_logits(trained):
     """It runs in a fresh process that does not import this package, so that plain PEFT alone loads the adapter."""
     grpo_trainer, root = trained
     row_ids = torch.randint(5, 15, (2, 9))
@@ -263,7 +263,7 @@ def logits_of(model) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(5, 15).repeat(2, 1)).logits.float()
 
 
-def test_the_merged_model_has_pefts_logits_and_a_folder_that_is_there_stays(trained, tmp_path, monkeypatch, capsys):
+def test_a_merged_model_has_pefts_logits(trained, tmp_path, monkeypatch, capsys):
     _, root = trained
     adapter = str(root / "out")
     base = str(root / "base")
@@ -349,7 +349,7 @@ def run(trained, folder, capsys):
     return run
 
 
-def test_what_is_published_is_what_was_saved_and_names_what_readers_have(trained, folder, server, run):
+def test_what_is_published_is_what_was_saved(trained, folder, server, run):
     _, root = trained
     card_before = (folder / "README.md").read_text()
     assert run("--check")
@@ -376,7 +376,7 @@ def test_what_is_published_is_what_was_saved_and_names_what_readers_have(trained
     assert (folder / "README.md").read_text() == card_before
 
 
-def test_saving_and_measuring_leave_the_gradients_of_a_4_bit_run_as_they_were(tmp_path):
+def test_saving_and_measuring_leave_a_4_bit_runs_gradients(tmp_path):
     """On CPUs with AVX512-BF16 bitsandbytes repacks a layer that runs in evaluation mode, for good and without a
     backward.
     """
@@ -452,7 +452,7 @@ def test_a_folder_that_is_not_fit_is_refused_before_the_hub_is_asked(folder, ser
     ("names", "message"),
     [({"base": None}, "'base' .*--base owner/name"), ({"repo": "me/too/many"}, "me/too/many: HFValidationError")],
 )
-def test_names_that_no_reader_can_use_are_refused_before_the_hub_is_asked(server, run, names, message):
+def test_names_that_no_reader_can_use_are_refused(server, run, names, message):
     with pytest.raises(UserError, match=message):
         run(**names)
     assert server.requests == []

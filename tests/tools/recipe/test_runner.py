@@ -194,7 +194,7 @@ def test_a_folder_that_is_resumed_runs_no_code(measured_run, monkeypatch):
     del sys.modules["evil"]
 
 
-def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(measured_run):
+def test_a_resumed_run_keeps_no_figure_of_other_weights(measured_run):
     script = ScriptArguments("addition", skip_accuracy=True)
     settings = {"peft_config": lora(), "max_steps": 2, "model": measured_run.base}
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, measured_run.folder / "out", **settings)

@@ -60,7 +60,7 @@ def test_another_verbosity_of_transformers_is_the_same_run(begun):
         ("--dataset sums.jsonl", "dataset: addition -> sums.jsonl"),
     ],
 )
-def test_another_command_is_refused_with_what_differs_also_a_second_time(words, difference, begun):
+def test_another_command_is_refused_with_what_differs(words, difference, begun):
     for _ in range(2):
         with pytest.raises(CheckpointError, match=f"holds another run \\(checkpoint-5, {difference}.*resume_from_che"):
             resume_of(words)

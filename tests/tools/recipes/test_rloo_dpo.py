@@ -54,7 +54,7 @@ def test_rloo_trains_measures_and_continues(folder, called, capsys):
     assert "RLOO" in (folder / "out" / "README.md").read_text()
 
 
-def test_a_recipe_trains_on_tests_as_answers_with_functions_of_ones_own(folder, called, capsys):
+def test_a_recipe_trains_on_tests_in_place_of_answers(folder, called, capsys):
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": [i, i + 1]} for i in range(40)]
     (folder / "tests.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "own_of_tests.py").write_text(

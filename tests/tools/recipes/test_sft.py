@@ -59,7 +59,7 @@ def script(tmp_path) -> ScriptArguments:
     return ScriptArguments(path, answer_format="hash", prompt_template="{question}+", held_out=30)
 
 
-def test_held_out_problems_are_the_measured_ones_and_nothing_is_in_two_places(script):
+def test_no_held_out_problem_is_trained_on(script):
     parts = [{problem["question"] for problem in part} for part in load_problems(script)]
     assert [len(part) for part in parts] == [70, 30] and len(set.union(*parts)) == 100
     _, measured = load_data(script)

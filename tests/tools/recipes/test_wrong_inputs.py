@@ -193,7 +193,7 @@ def test_the_command_that_the_table_changes_gets_as_far_as_the_weights(script, r
         run(script)
 
 
-def test_an_error_in_a_users_own_code_is_an_exception_with_its_traceback(run, folder):
+def test_an_error_in_a_users_own_code_has_its_traceback(run, folder):
     (folder / "broken_data.py").write_text("def load():\n    one, two = (1, 2, 3)\n")
     with pytest.raises(ValueError, match="too many values to unpack") as raised:
         run("grpo", "--dataset broken_data.py:load")

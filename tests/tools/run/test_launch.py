@@ -35,7 +35,7 @@ def test_a_missing_deepspeed_is_one_line(monkeypatch):
 
 
 @pytest.mark.processes
-def test_one_process_by_the_name_of_a_config_and_with_the_scripts_own_words(tmp_path):
+def test_launch_takes_a_configs_name_and_the_scripts_words(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; raise SystemExit(3 if sys.argv[1:] == ['--config_file', 'cpu'] else 4)")
     words = ["--config_file", "cpu", "--num_cpu_threads_per_process", "1", str(script), "--config_file", "cpu"]

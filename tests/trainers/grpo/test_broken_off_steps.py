@@ -319,7 +319,7 @@ def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
         torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
 
 
-def test_the_tokens_of_a_cut_micro_batch_are_counted_over_all_of_its_passes(tmp_path):
+def test_tokens_of_a_cut_micro_batch_are_counted_over_its_passes(tmp_path):
     grpo = make(tmp_path, "cut", max_steps=1)
     grpo.train()
     last = grpo._buffered_inputs[-1]

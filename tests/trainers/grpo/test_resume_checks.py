@@ -112,7 +112,7 @@ def test_another_shape_generates_again_and_is_logged(run, caplog, changes, reaso
     assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
 
 
-def test_the_optimizer_may_change_with_a_warning_and_what_does_not_reach_the_maths_without(run, caplog):
+def test_a_changed_optimizer_warns_and_a_changed_log_does_not(run, caplog):
     make(run, save_steps=2, logging_steps=3, save_total_limit=5, run_name="other").train(resume_from_checkpoint="auto")
     assert " -> " not in caplog.text
     resumed = make(run, max_steps=4, learning_rate=5e-4)
@@ -131,7 +131,7 @@ def test_a_finished_run_does_no_further_step(run, caplog):
     assert before.read_bytes() == after.read_bytes()
 
 
-def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path, monkeypatch):
+def test_whole_checkpoints_are_pushed_and_the_best_one_stays(tmp_path, monkeypatch):
     grpo = make(tmp_path, save_total_limit=2, at_step_end=lambda s: setattr(s, "best_global_step", 1))
     pushed = []
     grpo.args.push_to_hub = True

@@ -120,7 +120,7 @@ def test_damaged_checkpoints_are_passed_over_for_an_older_whole_one(tmp_path, ca
 
 
 @pytest.mark.parametrize("resume", ["auto", True])
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_at_step_0(tmp_path, resume):
+def test_a_run_of_damaged_checkpoints_does_not_start_at_step_0(tmp_path, resume):
     """It would overwrite them. The manifest's removal means that the user wants the files as they are."""
     for step in (2, 4):
         flip_a_bit(make(tmp_path, step) / "weights.bin")
@@ -130,7 +130,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_at_step_0(tmp_pa
     assert checkpoints.resolve_resume(tmp_path, resume) == str(tmp_path / "checkpoint-4")
 
 
-def test_a_run_of_stock_trl_that_was_killed_in_its_first_checkpoint_starts_again(tmp_path, caplog):
+def test_a_stock_run_killed_in_its_first_checkpoint_starts_again(tmp_path, caplog):
     make(tmp_path, 3, whole=False)
     assert checkpoints.resolve_resume(tmp_path, "auto") is None
     assert "checkpoint-3" in caplog.text and "trainer_state.json" in caplog.text
@@ -167,9 +167,7 @@ def test_no_bit_that_a_disk_flips_goes_unseen(tmp_path):
     ],
 )
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_the_checkpoint_just_written_stays_with_any_times_of_the_others(
-    tmp_path, there, newest, limit, best, left, hours
-):
+def test_the_checkpoint_just_written_stays_for_any_file_times(tmp_path, there, newest, limit, best, left, hours):
     """Rotation goes by step: a folder that was copied, or written under another clock, has any time."""
     for step in there:
         folder = make(tmp_path, step)
@@ -207,7 +205,7 @@ def test_a_checkpoint_written_again_replaces_the_old_one(tmp_path):
     assert list((tmp_path / checkpoints.STAGING).iterdir()) == []
 
 
-def test_a_folder_with_another_run_or_that_cannot_be_written_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
     checkpoints.check_output_dir(tmp_path / "new", None)
     make(tmp_path, 4)
     with pytest.raises(CheckpointError, match=r"checkpoint-4.*resume_from_checkpoint auto"):

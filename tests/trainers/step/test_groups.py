@@ -38,7 +38,7 @@ def test_shuffle_moves_all_fields_alike_and_leaves_scalars():
     assert shuffled["total"] == 5 and shuffled["nothing"] is None
 
 
-def test_sampler_orders_equal_trls_and_a_later_epoch_can_be_entered_directly():
+def test_the_samplers_orders_equal_trls_in_every_epoch():
     running, ours = (RepeatSampler(range(10), 2, batch_size=3, repeat_count=2, seed=5) for _ in range(2))
     expected = [list(running) for _ in range(3)]
     with_epochs(ours)

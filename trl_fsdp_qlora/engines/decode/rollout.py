@@ -96,7 +96,15 @@ class Rollout:
             if turns is not None:
                 turns.number += 1
 
-    def _turn(self, stock, turn: Turn, wrapped, settings: GenerateSettings | None, turns: KeptTurns | None):
+    def _turn(
+        self,
+        stock: Callable,
+        turn: Turn,
+        wrapped: nn.Module,
+        settings: GenerateSettings | None,
+        turns: KeptTurns | None,
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """A turn by our loop if it is exact, else by `stock`; see [`training_turn`]."""
         if settings is None or self.why_stock(wrapped, settings) is not None:
             return stock(**turn._asdict())
         vision = _vision_of(turn)

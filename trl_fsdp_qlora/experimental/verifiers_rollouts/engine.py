@@ -51,7 +51,7 @@ CLIENT_CONFIG = TrainClientConfig(base_url="http://trainer.invalid/v1", api_key_
 
 
 @dataclass
-class Call:
+class AgentCall:
     """A call of the model: the turn to draw, its limit of tokens, and its response; `number` counts its episode's."""
 
     episode: int
@@ -65,7 +65,7 @@ class TrainerClient(Client):
     """The model client of all episodes: a call waits until the trainer has drawn it."""
 
     def __init__(self):
-        self.calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # `None`: an episode is over
+        self.calls: queue.SimpleQueue[AgentCall | None] = queue.SimpleQueue()  # `None`: an episode is over
         self.episodes: dict[str, int] = {}  # of a trace
         self.counts: Counter[int] = Counter()  # of an episode's calls
 
@@ -84,7 +84,7 @@ class TrainerClient(Client):
         episode = self.episodes[session_id]
         self.counts[episode] += 1
         limit = body.get("max_tokens") or body.get("max_completion_tokens")
-        call = Call(episode, self.counts[episode], turn, limit)
+        call = AgentCall(episode, self.counts[episode], turn, limit)
         self.calls.put(call)
         response = await asyncio.wrap_future(call.response)
         response.raw = serialize_completion(response, body["model"])
@@ -149,9 +149,11 @@ def _in_a_thread(play_all: Callable[[], Coroutine]) -> Iterator["Future[None]"]:
             raise
 
 
-def _together(calls: "queue.SimpleQueue[Call | None]", episodes: int, playing: "Future[None]") -> Iterator[list[Call]]:
+def _together(
+    calls: "queue.SimpleQueue[AgentCall | None]", episodes: int, playing: "Future[None]"
+) -> Iterator[list[AgentCall]]:
     """The calls that are drawn together: one of every episode that plays, or those that have come for a while."""
-    waiting: list[Call] = []
+    waiting: list[AgentCall] = []
     while episodes or waiting:
         try:
             call = calls.get(timeout=PATIENCE)
@@ -170,7 +172,7 @@ def _together(calls: "queue.SimpleQueue[Call | None]", episodes: int, playing: "
             waiting = []
 
 
-def _draw(calls: list[Call], count: int, trainer: "GRPOTrainer") -> None:
+def _draw(calls: list[AgentCall], count: int, trainer: "GRPOTrainer") -> None:
     """Draw the turns of `calls`, and answer them; `count` prompts are drawn, and the rest are for no call."""
     tokenizer = trainer._tokenizer
     prompts = [_rendered(call.turn, tokenizer, trainer.chat_template_kwargs) for call in calls]
@@ -208,7 +210,7 @@ def _parsed(arguments: str) -> Any:
         return arguments
 
 
-def _response(call: Call, tokens: TurnTokens, trainer: "GRPOTrainer") -> Response:
+def _response(call: AgentCall, tokens: TurnTokens, trainer: "GRPOTrainer") -> Response:
     """What was sampled, as the message that a server of the model would return."""
     tokenizer = trainer._tokenizer
     if call.turn.tools:

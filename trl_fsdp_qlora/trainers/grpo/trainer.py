@@ -29,7 +29,7 @@ from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
 from ..starting.arguments import bound_to, completed
 from ..step.rows import padded_batch
-from ..step.trl_pass import Request
+from ..step.trl_pass import LossRequest
 from .arguments import check_call
 from .config import EfficientGRPOConfig
 from .token_budget import LossTerms, TokenBudget, correct_means, drop_missing, entropy_scale
@@ -304,7 +304,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         self.telemetry.later(counts, self.budget.report(metrics))
         return loss
 
-    def _loss(self, request: Request, inputs, *args, **kwargs):
+    def _loss(self, request: LossRequest, inputs, *args, **kwargs):
         """TRL's loss. Its inputs get the engine's importance weights as soon as its own pass has run."""
         if self._sampled_alone(inputs):
             inputs = dict(inputs)
@@ -312,7 +312,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         with self.trl_pass.requested(request):
             return super()._compute_loss(request.model, inputs, *args, **kwargs)
 
-    def _score_completions(self, request: Request):
+    def _score_completions(self, request: LossRequest):
         """Log-probabilities, entropies and router loss of a micro-batch, for a loss that is not TRL's."""
         inputs = request.inputs
         if self._sampled_alone(inputs):

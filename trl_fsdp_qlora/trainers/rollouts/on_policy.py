@@ -16,12 +16,12 @@ from ...utils.substitute import Substitute
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..saving.checkpoints import Rollouts
-from ..starting.arguments import Call, adapter_and_base, check_rewards, with_base_loaded
+from ..starting.arguments import TrainerArguments, adapter_and_base, check_rewards, with_base_loaded
 from ..starting.input_checks import too_long
 from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
 from ..step.rows import LossRows
-from ..step.trl_pass import Request, TrlPass
+from ..step.trl_pass import LossRequest, TrlPass
 from ..trainer_run import TrainerRun
 from .evaluation_metrics import CompletionMetrics, EvaluationMetrics
 from .generation_batches import DrawnColumns, drawn_rows, groups_feature, lengths_and_ends
@@ -85,7 +85,7 @@ class OnPolicyRun(TrainerRun):
         self.keeps_drawn_rows = False
         self.drawn_rows: DrawnColumns | None = None
 
-    def _engine_for(self, call: Call) -> AbstractContextManager:
+    def _engine_for(self, call: TrainerArguments) -> AbstractContextManager:
         """A context in which TRL's constructor starts the vLLM engine that the arguments need.
 
         Raises:
@@ -259,10 +259,10 @@ class OnPolicyRun(TrainerRun):
         """
         return None
 
-    def _request(self, model, inputs) -> Request:
+    def _request(self, model, inputs) -> LossRequest:
         """What a loss asks of its pass: every token's values."""
         keeps_ties = getattr(self, "top_entropy_quantile", 1.0) < 1.0
-        return Request(model, inputs, keeps_ties=keeps_ties, is_open=self.users_loss is not None)
+        return LossRequest(model, inputs, keeps_ties=keeps_ties, is_open=self.users_loss is not None)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = super()._get_per_token_logps_and_entropies
