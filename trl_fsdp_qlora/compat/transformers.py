@@ -105,7 +105,7 @@ def name_without_flash(name: str) -> str:
 
 
 def attention_named(config: PretrainedConfig, name: str) -> AbstractContextManager:
-    """In the block `config` has the attention implementation `name`, which a function of transformers looks up there."""
+    """In the block `config` has the attention implementation `name`, which transformers' functions look up there."""
     return replaced(config, _attn_implementation=name)
 
 
