@@ -78,6 +78,11 @@ def _copy_of(function: types.FunctionType, module: dict, closure: tuple | None) 
     return copy
 
 
+def reads(method: Callable, name: str) -> bool:
+    """Whether a method, behind its decorators, reads `name` of its module."""
+    return name in inspect.unwrap(method).__code__.co_names
+
+
 def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: types.MethodType) -> types.MethodType:
     """`_prepare_inputs` of TRL's trainers, which shuffles a generation batch by `shuffle`.
 
@@ -87,7 +92,7 @@ def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: types.MethodTy
     Args:
         prepare_inputs: the bound method.
     """
-    if "shuffle_sequence_dict" not in inspect.unwrap(prepare_inputs).__code__.co_names:
+    if not reads(prepare_inputs, "shuffle_sequence_dict"):
         logger.warning_once(
             "Rows are shuffled one by one, as in stock TRL, and not by group: this TRL has no shuffle_sequence_dict"
         )
@@ -140,9 +145,14 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
     """TRL's rewards of R completions by K functions, `(R, K)`, of this rank alone and not logged.
 
     TRL itself gathers the rewards at the end.
+
+    Raises:
+        MissingName: this TRL gathers them by another name.
     """
     unlogged = Substitute(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
     calculate = types.MethodType(trls.GRPOTrainer._calculate_rewards, unlogged)
+    if not reads(calculate, "gather"):
+        raise trls.MissingName(f"this TRL gathers rewards otherwise, which stage 1 of A*-PO needs: {trls.INSTALL}")
     return with_names(calculate, gather=lambda rewards: rewards)(rows, prompts, completions, ids)
 
 

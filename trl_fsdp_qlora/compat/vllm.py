@@ -15,7 +15,8 @@ from torch import nn
 from trl.trainer import grpo_trainer
 
 from ..utils.replaced import replaced
-from .trl_rollouts import with_names
+from .trl import INSTALL, MissingName
+from .trl_rollouts import reads, with_names
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,7 +69,12 @@ def init_with(
     """Call `init_vllm`, of TRL's engine, which makes `vllm.LLM` with `further` arguments; these take precedence.
 
     `wrap` returns what the engine uses in the place of the `LLM`.
+
+    Raises:
+        MissingName: `init_vllm` makes no `LLM` itself.
     """
+    if not reads(init_vllm, "LLM"):
+        raise MissingName(f"this TRL starts vLLM otherwise, which its options need: {INSTALL}")
     from trl.generation import vllm_generation
 
     def start(**of_trl: object) -> object:
