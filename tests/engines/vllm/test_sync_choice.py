@@ -363,7 +363,7 @@ class Asleep:
     def remove_lora(self, number):
         assert "weights" in self.there
 
-    def generate(self, prompts, lora_request=None):
+    def generate(self, prompts, lora_request):
         assert self.there == {"weights", "kv_cache"}
         return None if lora_request is None else lora_request.lora_int_id
 

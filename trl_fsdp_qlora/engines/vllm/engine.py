@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -72,7 +73,7 @@ class _Serving:
 
     def without_adapter(self) -> "_Serving":
         """The same engine, whose requests name no adapter."""
-        return Substitute(self, generate=self._llm.generate)
+        return Substitute(self, generate=partial(self._llm.generate, lora_request=None))
 
     def sleep(self, level: int = 2) -> None:
         if self._frees_the_cache_alone:
