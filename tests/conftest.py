@@ -2,6 +2,7 @@ import functools
 import gc
 import importlib.metadata
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,13 @@ def smollm2() -> Path:
 def svamp() -> Path:
     """The file of the SVAMP problems."""
     return _named_by("TRL_FSDP_QLORA_SVAMP", "SVAMP.json")
+
+
+@pytest.fixture
+def default_handlers():
+    """SIGINT and SIGTERM as a process of a terminal has them: in a shell's background SIGINT is ignored."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """Calls without TRL's fused head: for logits, a loss, classes, or the backbone's last hidden states.
 
-Covers `prefix_sharing/row_mask.py`, `prefix_sharing/wrapped_backbone.py`.
+Covers `prefix_sharing/wrapped_backbone.py`.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """The forest of a batch and the packed row made of it, against a reconstruction by brute force.
 
-Covers `prefix_sharing/row.py`, `prefix_sharing/segments.py`.
+Covers `prefix_sharing/row.py`.
 """
 
 import itertools

@@ -6,10 +6,7 @@
 import json
 import logging
 import shlex
-import signal
 from pathlib import Path
-
-import pytest
 
 from tests.promises.commands import TINY, refusal, run
 from tests.tiny import lora, save_recipe_files, trainer
@@ -33,16 +30,6 @@ def digits(completions, trainer_state, **columns):
 def losses(folder: str) -> list[float]:
     record = json.loads(Path(folder, "metrics.json").read_text())
     return [entry["loss"] for entry in record["history"] if "loss" in entry]
-
-
-@pytest.fixture
-def default_handlers():
-    """As a process of a terminal has them: in a shell's background SIGINT is ignored."""
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_the_printed_command_continues_to_the_same_losses(tmp_path, monkeypatch, default_handlers):

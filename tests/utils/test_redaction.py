@@ -1,3 +1,5 @@
+"""Secrets and machine paths are left out of what a run writes; everything else stays."""
+
 import shlex
 
 import pytest

@@ -1,3 +1,5 @@
+"""replaced: a value is another one in its block, and what was there before is there afterwards."""
+
 import sys
 from pathlib import Path
 

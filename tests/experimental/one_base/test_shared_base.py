@@ -215,11 +215,11 @@ def test_the_trainer_computes_with_the_engines_bytes(name, head, ranks_of_expert
             block_size=32, max_num_seqs=4, num_gpu_blocks_override=64, **lora, **options,
         )  # fmt: skip
     sizes = {key: parameter.nbytes for key, parameter in alone.named_parameters()}
-    assert sizes.keys() == shared.parameters.keys() | shared.own.keys()
-    own = sum(sizes[key] for key in shared.own)
+    assert sizes.keys() == shared.parameters.keys() | shared.not_shared.keys()
+    own = sum(sizes[key] for key in shared.not_shared)
     its_shared, its_own = SHARED_AND_OWN.get(name, ("attention, MLP, embeddings, head", "norms"))
     assert kinds(shared.parameters) == (its_shared.removesuffix(", head") if head == "tied" else its_shared)
-    assert kinds(shared.own) == its_own
+    assert kinds(shared.not_shared) == its_own
     assert own < 0.01 * sum(sizes.values()) or name == "Qwen3-MoE"
     ids = torch.randint(5, 50, (2, 20))
     with torch.no_grad():
@@ -345,7 +345,7 @@ def test_other_trainers_train_with_one_base_and_log_it(base, tmp_path, capfd, me
     assert trainer.state.global_step == 2 and trainer.vllm_generation.version == 2
     shared = trainer.vllm_generation.shared_base
     shared.check()
-    assert len(shared.parameters) > len(shared.own)
+    assert len(shared.parameters) > len(shared.not_shared)
     if method == "a_star_po":
         assert trainer.evaluate()["eval_reward"] >= 0
         shared.check()
@@ -425,13 +425,13 @@ def test_what_vllm_replaces_or_turns_over_stays_the_trainers_own(tmp_path):
     assert weights[1].data_ptr() == whole[4:].data_ptr() and weights[2].data_ptr() != whole[8:].data_ptr()
     shared.check()
     shared.settle(engine_model)
-    assert list(shared.own) == ["2.weight"] and "not 2.weight" in shared.describe()
+    assert list(shared.not_shared) == ["2.weight"] and "not 2.weight" in shared.describe()
     whole[5, 0] = -whole[5, 0]  # past the trainer's version counters
     with pytest.raises(RolloutError, match=r"1\.weight"):
         shared.check()
     engine_model[0] = torch.nn.Parameter(whole.clone(), requires_grad=False)
     shared.settle(engine_model)
-    assert not shared.parameters and len(shared.own) == 3
+    assert not shared.parameters and len(shared.not_shared) == 3
     shared.check()
 
 

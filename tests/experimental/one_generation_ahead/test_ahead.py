@@ -1,7 +1,4 @@
-"""One generation ahead, compared with runs without it: prompts and their order, versions, importance weights.
-
-Covers `experimental/one_generation_ahead/drawing.py`.
-"""
+"""One generation ahead, compared with runs without it: prompts and their order, versions, importance weights."""
 
 import numpy as np
 import pytest

@@ -1,3 +1,5 @@
+"""The command doctor: what it finds of a machine, a package and a run, by planted faults."""
+
 import re
 
 import pytest

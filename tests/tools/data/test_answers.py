@@ -1,3 +1,5 @@
+"""Answers of completions against the values that a person reads in them, and any text in linear time."""
+
 from fractions import Fraction
 
 import pytest

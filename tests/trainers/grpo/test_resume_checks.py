@@ -1,6 +1,6 @@
 """What a trainer logs and does if a checkpoint does not fit: other shapes, another run, the end, a full disk.
 
-Covers `trainers/saving/running.py`, `trainers/saving/stopping.py`.
+Covers `trainers/saving/stopping.py`.
 """
 
 import errno
@@ -146,16 +146,6 @@ def test_whole_checkpoints_are_pushed_and_the_best_one_stays(tmp_path, monkeypat
     assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 2
     state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
-
-
-@pytest.fixture
-def default_handlers():
-    """As a process of a terminal has them: in a shell's background SIGINT is ignored."""
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def kill_in_step(grpo, *numbers, step=2, seconds=0.0) -> None:

@@ -1,3 +1,5 @@
+"""Seconds and bytes of phases against clocks and allocations that a test makes itself."""
+
 import itertools
 import mmap
 import time

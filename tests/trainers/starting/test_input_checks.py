@@ -1,3 +1,5 @@
+"""Bad input of a script is refused or named before the first step; what TRL accepts trains."""
+
 import logging
 import math
 import re

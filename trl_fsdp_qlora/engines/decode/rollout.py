@@ -1,4 +1,4 @@
-"""`Rollout`: the source of all completions, for training's own rollouts, accuracy and stage 1."""
+"""`Rollout`: draws training's completions, and prepares the model by which accuracy and stage 1 generate."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ class GenerateSettings(NamedTuple):
 
 
 class Rollout:
-    """Source of completions for a model in any wrapper; `backend` is TRL's `DistributedBackend`."""
+    """Draws completions from a model in any wrapper; `backend` is TRL's `DistributedBackend`."""
 
     def __init__(self, args: "GRPOConfig", accelerator: Accelerator, backend: "DistributedBackend"):
         self.args = args
@@ -89,7 +89,7 @@ class Rollout:
                 return stock(**turn._asdict())
         turns = None if settings is None else self._turns
         if turns is not None and turns.number > 0:
-            self._any_rank_goes_on(True)
+            self._any_rank_continues(True)
         try:
             return self._turn(stock, turn, wrapped, settings, turns)
         finally:
@@ -159,12 +159,12 @@ class Rollout:
         turn = Turn([prompt[-1:]], None, {}, num_generations=1)
         config = copy.copy(settings.config)
         config.max_new_tokens = 1
-        while self._any_rank_goes_on(False):
+        while self._any_rank_continues(False):
             self._turn(stock(config), turn, wrapped, settings._replace(config=config), self._turns)
             self._turns.clear()
             self._turns.number += 1
 
-    def _any_rank_goes_on(self, this_one: bool) -> bool:
+    def _any_rank_continues(self, this_one: bool) -> bool:
         """Whether any rank generates another turn.
 
         Collective if a forward is collective: every rank then has to generate equally often.

@@ -24,7 +24,7 @@ def limited(tool: Callable, seconds: float | None) -> Callable:
     """`tool` with a time limit: a call raises `TimeoutError` after `seconds`, and TRL handles it as any tool error.
 
     In the main thread a signal stops a function, unless it waits in a library without returning to Python. In another
-    thread the function runs in a thread of its own, which nobody waits for after the limit.
+    thread the function runs in a thread of its own, for which the caller does not wait after the limit.
     """
     if not seconds:
         return tool

@@ -73,7 +73,7 @@ def check_config(args: "GRPOConfig") -> None:
     if args.rollouts_ahead and args.accelerator_config.dispatch_batches:
         raise ValueError(
             "rollouts_ahead=1 with an accelerator_config of dispatch_batches=True: one process would read the rows of "
-            "all, and accelerate hands on tensors, not prompts. Use dispatch_batches: false, or leave it out"
+            "all, and accelerate passes tensors, not prompts. Use dispatch_batches: false, or leave it out"
         )
 
 
@@ -429,9 +429,9 @@ class RolloutsAhead:
     def restore(self, state: str | None) -> None:
         """Continue with the batch that [`state`] kept."""
         self.stop()
-        kept = {} if state is None else json.loads(state)
-        if "figures" in kept:  # an earlier version kept something else, and the batch is drawn again
-            self.batch = GenerationBatch.kept(kept)
+        saved = {} if state is None else json.loads(state)
+        if "figures" in saved:  # an earlier version kept something else, and the batch is drawn again
+            self.batch = GenerationBatch.kept(saved)
 
 
 def _users_methods(trainer: "EfficientGRPOTrainer", names: tuple[str, ...]) -> list[str]:

@@ -104,7 +104,7 @@ class Drawing:
         """A copy of the trainer as it is now, that draws for `rows`. Made on the main thread.
 
         Args:
-            is_forgotten: whether nobody waits for the batch any more.
+            is_forgotten: whether the run no longer waits for the batch.
         """
         trainer = self.trainer
         if self._tokenizers is None:  # a fast tokenizer cannot be used by two threads
@@ -157,7 +157,7 @@ class Drawing:
         def generate(*args, **kwargs):
             url = engine.vllm_client.base_url
             if is_forgotten():
-                raise RolloutError(f"nobody waits for what the vLLM server at {url} would draw")
+                raise RolloutError(f"the run no longer waits for what the vLLM server at {url} would draw")
             try:
                 return stock(*args, **kwargs)
             except Exception as error:

@@ -117,7 +117,7 @@ class OnPolicyRun(TrainerRun):
             result = super().train(*args, **kwargs)
         line = self.reward_values.line_if_none()
         if line:
-            logger.warning(line)  # no error: the script that trains goes on, as with TRL
+            logger.warning(line)  # no error: the script that trains continues, as with TRL
         return result
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Arguments that a call of TRL's has if its inputs do; what else tells of images depends on the model.
+# Arguments that a call of TRL's has if its inputs do; further arguments for images depend on the model.
 _ALWAYS = {"input_ids", "attention_mask", "labels", "pixel_values", "output_router_logits", "fused_lm_head"}
 
 

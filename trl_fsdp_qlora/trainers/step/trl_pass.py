@@ -18,7 +18,6 @@ from ...compat.trl import INSTALL, is_tested
 from ...compat.trl_rollouts import ROWS, DrawnRows
 from ...errors import UserError
 from ...prefix_sharing.batch import IGNORED_LABEL, Instructions
-from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
 from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
@@ -37,7 +36,7 @@ class LossRequest:
     """What a loss asks of its pass of the policy; see [`TrlPass.requested`].
 
     Attributes:
-        model: the policy as TRL hands it to the loss, wrappers included.
+        model: the policy as TRL passes it to the loss, wrappers included.
         inputs: the inputs of the loss.
         scored_BC: completion tokens whose values are wanted (bool); every unmasked token if `None`. All others get
             zeros. A caller that leaves out tokens must also zero the old and reference values of these tokens:
@@ -128,7 +127,7 @@ class PassModel:
         ids_BC = arguments["input_ids"][:, -width:]
         completion_ids_BC = self.request.inputs["completion_ids"]
         is_as_wide = ids_BC.shape == completion_ids_BC.shape
-        # The host waits for this comparison, so it is made only on a TRL whose calls nobody has looked at.
+        # The host waits for this comparison, so it is made only on a TRL that was not tested.
         if not is_as_wide or not (is_tested() or torch.equal(ids_BC, completion_ids_BC)):
             raise UserError(
                 "tokens are left out of a loss, and this TRL's _get_per_token_logps_and_entropies scores other rows "
@@ -325,6 +324,8 @@ def _as_of_padded_rows(entropies_BC: torch.Tensor, request: LossRequest, argumen
                 vision[name] = arguments[name]
         keys_B1 = None
         if "pixel_values" in vision:
+            from ...prefix_sharing.image_keys import fingerprints  # text needs nothing of it
+
             keys_B1 = fingerprints(vision)
         entropies_BC = share_values(entropies_BC, arguments["input_ids"], attention_mask, width, keys_B1)
     if request.scored_BC is None and width == 1:
