@@ -157,7 +157,7 @@ def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested
 @pytest.mark.parametrize("checkpoint", ["qwen3_moe", "gpt_oss"], indirect=True)
 # Not in Triton's interpreter, which truncates; a card rounds.
 @pytest.mark.parametrize("group_calls", ["one by one", "in groups"], indirect=True)
-def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint, group_calls):
+def test_bf16_is_as_near_to_float32_as_transformers_experts(checkpoint, group_calls):
     """Both round in another order: judged by float32 of the same dequantized weights."""
     ours = loaded(checkpoint, torch.bfloat16, compute=torch.bfloat16)
     stock = dequantized(ours, checkpoint, torch.bfloat16, compute=torch.bfloat16)
@@ -369,7 +369,7 @@ TWO["offloaded"] = SFT + ",FSDP_OFFLOAD_PARAMS=true"
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_ranks_hold_their_part_of_the_experts_and_train_as_whole_ones(tmp_path):
+def test_ranks_with_parts_of_experts_train_as_whole_ones(tmp_path):
     model = save(tmp_path / "model", vocab_size=64, pad_token_id=0, eos_token_id=1)
     tiny.make_tokenizer().save_pretrained(model)
     (one,) = scenarios_of(model, tmp_path / "one", {"by_name": TWO["by_name"]}, processes=1)

@@ -1,7 +1,4 @@
-"""Calls without TRL's fused head: for logits, a loss, classes, or the backbone's last hidden states.
-
-Covers `prefix_sharing/wrapped_backbone.py`.
-"""
+"""Calls without TRL's fused head: for logits, a loss, classes, or the backbone's last hidden states."""
 
 import copy
 import functools

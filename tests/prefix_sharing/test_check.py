@@ -93,7 +93,7 @@ def test_rounding_is_measured_beyond_the_fixed_limits_alone(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, dtype, monkeypatch):
+def test_a_global_layout_under_checkpointing_is_caught(reentrant, dtype, monkeypatch):
     """Right values, wrong gradients: when a layer is computed again during backward, the global is long gone."""
     model = build("llama").to(dtype).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

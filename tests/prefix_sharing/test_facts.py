@@ -163,7 +163,7 @@ def test_rotary_tables_that_depend_on_the_longest_position():
         assert position_limit(SimpleNamespace(config=config, modules=list)) == limit
 
 
-def test_a_batch_with_images_runs_as_stock_if_the_class_is_not_known(caplog):
+def test_images_of_an_unknown_class_run_as_stock(caplog):
     """And one without images is packed."""
     model = build(MULTIMODAL["gemma3"])
     ids, mask = awkward_batch()

@@ -195,7 +195,7 @@ def best_of_one_level(words) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(batches().map(not_empty))
-def test_the_first_level_is_the_best_one_and_further_ones_only_save(rows):
+def test_the_first_level_is_the_best_and_further_ones_save(rows):
     assert pack(*rows[:3]).tokens <= best_of_one_level([word for word in rows.needed() if word])
 
 

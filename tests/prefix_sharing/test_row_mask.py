@@ -5,16 +5,21 @@ import threading
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.masking_utils import create_causal_mask
 
 from trl_fsdp_qlora.prefix_sharing.row_mask import (
     as_before,
     carries_row,
+    masks_of,
     no_mask,
     options_of,
     row_of,
     with_options,
     with_row,
 )
+
+from .helpers import awkward_batch, completion_labels, pack
 
 ROW = object()  # any; the mask does not look at it
 COPIES = {
@@ -69,7 +74,7 @@ def test_two_threads_have_a_row_each():
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[0, 1, 1]])], ids=["no mask", "a mask"])
-def test_options_reach_the_backbone_and_the_arguments_are_as_before(mask):
+def test_options_reach_the_backbone_and_arguments_return(mask):
     arguments = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": mask}
     changed = with_options(arguments, last_columns=2)
     assert options_of(changed["attention_mask"])["last_columns"] == 2
@@ -84,3 +89,26 @@ def test_options_reach_the_backbone_and_the_arguments_are_as_before(mask):
 def test_masks_by_type_of_layer_take_no_options():
     arguments = {"input_ids": torch.tensor([[1]]), "attention_mask": {"full_attention": None}}
     assert with_options(arguments, as_stock=True) is arguments
+
+
+def test_transformers_passes_the_mask_of_a_row_to_its_layers():
+    ids, mask = awkward_batch()
+    packed_row = pack(ids, mask, completion_labels(ids, mask))
+    of_layers = create_causal_mask(
+        LlamaConfig(hidden_size=8, num_attention_heads=1, attn_implementation="sdpa"),
+        inputs_embeds=torch.zeros(1, packed_row.tokens, 8),
+        attention_mask=masks_of(packed_row, frozenset(), is_recurrent=False),
+        past_key_values=None,
+        position_ids=packed_row.position_ids,
+    )
+    assert row_of(of_layers) is packed_row
+
+
+def test_recurrent_layers_get_a_mask_of_their_type_or_one_for_each_token():
+    ids, mask = awkward_batch()
+    packed_row = pack(ids, mask, completion_labels(ids, mask))
+    names = frozenset({"linear_attention", "full_attention"})
+    masks = masks_of(packed_row, names, is_recurrent=True)
+    assert masks.keys() == names and all(row_of(mask) is packed_row for mask in masks.values())
+    of_tokens = masks_of(packed_row, frozenset(), is_recurrent=True)
+    assert row_of(of_tokens) is packed_row and of_tokens.shape == (1, packed_row.tokens)

@@ -30,7 +30,7 @@ def layout(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_batches_hold_each_segment_once_in_order_and_little_padding(name):
+def test_batches_hold_each_segment_once_with_little_padding(name):
     starts, lengths, tokens = layout(LENGTHS[name])
     x = torch.randn(1, 2, tokens, 3)  # (1, H, T, D)
     batches = padded_batches(starts, lengths, tokens)

@@ -46,7 +46,7 @@ def test_kept_beginnings_are_those_of_their_rows_and_save_enough(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_forest_of_a_pass_holds_each_row_behind_its_kept_beginnings(seed):
+def test_a_passs_forest_holds_each_row_behind_kept_beginnings(seed):
     sequences, words, pass_B = step(seed)
     kept = shared_prefixes(sequences, pass_B, MIN_SAVED)
 

@@ -1,7 +1,4 @@
-"""`share_prompts(model)`: fused calls compared with stock TRL's, for rows of any kind and models in any wrapper.
-
-Covers `prefix_sharing/packed_model.py`, `prefix_sharing/router_loss.py`.
-"""
+"""`share_prompts(model)`: fused calls compared with stock TRL's, for rows of any kind and models in any wrapper."""
 
 import copy
 import logging
@@ -175,7 +172,7 @@ def test_rows_filled_up_to_a_multiple_equal_stock(name, monkeypatch):
         assert figures.tokens == 0 or figures.tokens % 64 == 0
 
 
-def test_a_recurrent_layer_takes_no_call_for_a_filled_up_completion(monkeypatch):
+def test_a_filled_up_completion_costs_no_call_of_a_layer(monkeypatch):
     """The last completion was longer than the others by what fills the row up, and was computed in a call of its own:
     Qwen3.5 launched 1.6 times as many kernels as stock.
     """

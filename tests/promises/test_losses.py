@@ -302,7 +302,7 @@ def test_the_entropy_is_right_as_soon_as_a_step_has_ended(tmp_path, beta):
     assert read == pytest.approx(logged, abs=5e-4)  # as rounded for the log
 
 
-def test_a_subclass_of_rloo_with_an_entropy_bonus_trains_as_stock(tmp_path):
+def test_an_rloo_subclass_with_an_entropy_bonus_equals_stock(tmp_path):
     """The entropies of a frozen head had no gradient, so the backward failed."""
     updates = []
     for classes in ((trl.RLOOTrainer, trl.RLOOConfig), (EfficientRLOOTrainer, EfficientRLOOConfig)):

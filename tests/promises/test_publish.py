@@ -34,7 +34,7 @@ def save_adapter(folder: str, padded_to: int | None = None, **settings) -> torch
 
 
 @pytest.mark.parametrize("padded_to", [64, 128])
-def test_an_adapter_with_embedding_and_head_that_were_padded_is_merged(padded_to):
+def test_an_adapter_with_padded_embedding_and_head_is_merged(padded_to):
     """They have more rows than the tokenizer has tokens."""
     expected = save_adapter("adapter", padded_to, modules_to_save=["embed_tokens", "lm_head"])
     status, text = run("merge", "--adapter", "adapter", "--output", "merged")

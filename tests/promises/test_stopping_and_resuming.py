@@ -51,7 +51,7 @@ def test_the_printed_command_continues_to_the_same_losses(tmp_path, monkeypatch,
     assert losses("run") == losses("whole") and len(losses("run")) == 3
 
 
-def test_the_same_command_trains_further_and_another_one_is_refused(tmp_path, monkeypatch):
+def test_the_same_command_trains_on_and_another_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_recipe_files(tmp_path)
     words = [*RECIPE, "--max_steps", "1"]
@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_trained_again(tmp_path, caplog)
     ]
 
 
-def test_a_resumed_run_may_have_another_learning_rate_which_is_named(tmp_path, caplog):
+def test_a_resumed_runs_other_learning_rate_is_named(tmp_path, caplog):
     make(tmp_path, max_steps=1).train()
     resumed = make(tmp_path, max_steps=2, learning_rate=1e-3)
     with caplog.at_level(logging.WARNING):

@@ -22,7 +22,7 @@ def test_inversion_is_the_cumulated_distribution(size):
         assert torch.equal(draw(weights, uniform), inverse(weights, uniform))
 
 
-def test_never_a_token_of_probability_zero_and_broken_rows_are_marked():
+def test_no_token_of_probability_zero_is_drawn():
     for weights in ([0, 0, 1, 0, 0], [0.0] * 300 + [1e-30] + [0.0] * 300, [1.0] + [0.0] * 511 + [1e-12] + [0.0] * 90):
         weights = torch.tensor([weights], dtype=torch.float32)
         for u in (0.0, 0.3, 0.5, 1 - 2**-53):

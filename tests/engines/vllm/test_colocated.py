@@ -246,7 +246,7 @@ SERVED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SERVED)
-def test_log_probabilities_are_pefts_for_any_settings_that_vllm_reads(shared_engine, base, tmp_path, kind):
+def test_log_probabilities_are_pefts_for_settings_vllm_reads(shared_engine, base, tmp_path, kind):
     """Sampled tokens' log-probabilities, of adapters on some layers and with another scaling."""
     tokenizer, policy, engine = served(base, tmp_path, 0.1, **SERVED[kind])
     if kind == "another name":

@@ -87,7 +87,7 @@ def test_choices_by_the_launch_and_choices_that_cannot_be(on_a_gpu, monkeypatch)
         assert choose_sync(args(), LORA, False).mode == "adapter"
 
 
-def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):
+def test_a_stored_quantized_checkpoint_is_seen_by_its_config(tmp_path):
     checkpoint = tiny.save_tiny_model(tmp_path / "base")
 
     def choice(use_vllm=True, **model_init_kwargs):

@@ -64,7 +64,7 @@ def args(**changes):
         ({"vllm_engine_kwargs": {"dtype": torch.float16}}, ADAPTER, None, "dtype: float16"),
     ],
 )
-def test_a_base_that_cannot_be_shared_is_refused_before_it_is_loaded(changes, sync, quantization, reason):
+def test_a_base_that_cannot_be_shared_is_refused_before_loading(changes, sync, quantization, reason):
     with pytest.raises(RolloutError, match=reason):
         why_own_base(args(**changes), sync, quantization, "model")
 
@@ -242,7 +242,7 @@ def keeps_a_view(linear):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("does", [writes, keeps_a_view])
-def test_a_class_that_uses_a_weight_before_it_is_loaded_is_an_error(does, base, tmp_path, monkeypatch):
+def test_a_class_that_uses_an_unloaded_weight_is_refused(does, base, tmp_path, monkeypatch):
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
     create = Qwen3ForCausalLM.__init__
@@ -289,7 +289,7 @@ class Merges(TrainerCallback):
 
 
 @pytest.mark.vllm
-def test_a_write_into_the_base_ends_the_run_before_a_wrong_rollout(base, tmp_path):
+def test_a_write_into_the_shared_base_ends_the_run(base, tmp_path):
     trainer = grpo(base, tmp_path, vllm_share_base="on", max_steps=4)
     trainer.add_callback(Merges())
     with pytest.raises(RolloutError, match=r"layers\.0\.\w+\.\w+_proj\.weight"):
@@ -308,7 +308,7 @@ class TrainsTheBase(TrainerCallback):
 
 
 @pytest.mark.vllm
-def test_an_optimizer_that_gets_a_parameter_of_the_base_ends_the_run(base, tmp_path):
+def test_an_optimizer_with_a_parameter_of_the_base_ends_the_run(base, tmp_path):
     """Before its first step, because the parameter is not frozen any more."""
     trainer = grpo(base, tmp_path, vllm_share_base="on", max_steps=4)
     trainer.add_callback(TrainsTheBase())

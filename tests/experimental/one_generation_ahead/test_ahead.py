@@ -157,7 +157,7 @@ def test_importance_weights_equal_the_formula(server, tmp_path, monkeypatch, mod
     assert len(seen) == 4 and clipped
 
 
-def test_an_impossible_setting_is_refused_with_the_line_to_change(server, tmp_path):
+def test_an_impossible_setting_names_the_line_to_change(server, tmp_path):
     refused = (
         ({"rollouts_ahead": 2}, r"rollouts_ahead=2: .* use 1"),
         ({"use_vllm": False}, r"use_vllm=False: .* vllm_mode: server"),
@@ -198,7 +198,7 @@ def test_a_server_that_fails_and_a_reward_that_raises(server, tmp_path):
     assert trainer.ahead.batch is None
 
 
-def test_rows_that_a_random_transform_changes_are_those_drawn_for(server, tmp_path):
+def test_randomly_transformed_rows_are_those_drawn_for(server, tmp_path):
     """What was drawn ahead is never taken for other prompts than those trained on: a row is read once."""
     calls = []
 

@@ -31,7 +31,7 @@ def rows_of(trainer) -> list[dict]:
     return [trainer.train_dataset[place] for place in (0, 0, 0, 0, 1, 1, 1, 1)]
 
 
-def test_a_draw_is_that_of_the_users_class_and_writes_on_the_copy(trainer):
+def test_a_users_class_draws_and_writes_on_the_copy(trainer):
     drawing = Drawing(trainer)
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
     drawer = drawing.drawer(rows_of(trainer), is_forgotten=lambda: False)
@@ -45,7 +45,7 @@ def test_a_draw_is_that_of_the_users_class_and_writes_on_the_copy(trainer):
     assert drawn.metrics["mine"] == [1.0]
 
 
-def test_what_was_written_is_taken_unless_the_trainer_has_another_value_by_then(trainer):
+def test_written_values_are_taken_unless_set_meanwhile(trainer):
     drawing = Drawing(trainer)
     drawn = drawing.draw(drawing.drawer(rows_of(trainer), is_forgotten=lambda: False), rows_of(trainer))
     drawing.take_metrics(drawn, logged=set())
@@ -57,7 +57,7 @@ def test_what_was_written_is_taken_unless_the_trainer_has_another_value_by_then(
     assert "draws" in drawing.take_attributes(drawn) and trainer.draws == 5
 
 
-def test_a_batch_that_the_run_no_longer_waits_for_is_not_asked_for(trainer, server):
+def test_a_forgotten_batch_is_not_asked_for(trainer, server):
     drawing = Drawing(trainer)
     drawer = drawing.drawer(rows_of(trainer), is_forgotten=lambda: True)
     with pytest.raises(RolloutError):

@@ -14,7 +14,7 @@ def of_rows(micro_batch: list[dict]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_any_order_of_looks_and_steps_gives_the_loaders_micro_batches(seed):
+def test_micro_batches_are_the_loaders_in_any_order_of_looks(seed):
     draw = random.Random(seed)
     rows = UpcomingRows(iter(LOADED), of_rows)
     given = []

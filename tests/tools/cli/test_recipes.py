@@ -32,7 +32,7 @@ def test_every_yaml_is_listed_with_the_text_of_its_head():
     assert by_name["Qwen2.5-1.5B/a_star_po/gsm8k"].hardware == "one GPU with 80 GB"
 
 
-def test_plan_refuses_a_recipe_of_supervised_training_in_one_line(capsys):
+def test_plan_refuses_a_recipe_of_supervised_training(capsys):
     name = "SmolLM2-135M-Instruct/sft/svamp"
     with pytest.raises(SystemExit):
         main(["plan", "--config", name])

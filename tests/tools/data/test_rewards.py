@@ -44,14 +44,14 @@ GOLDS = [
 
 
 @pytest.mark.parametrize("gold", GOLDS, ids=range(len(GOLDS)))
-def test_a_gold_answer_without_a_value_names_its_row_in_few_words(gold):
+def test_a_gold_answer_without_a_value_names_its_row(gold):
     for reward in (rewards.exact_answer_reward(), rewards.graded_reward):
         with pytest.raises(UnparsableGoldAnswer, match="row 18 ") as caught:
             reward(completions=["1", "2"], answer=["1", gold], row=[3, 17])
         assert len(str(caught.value)) < 400
 
 
-def test_a_gold_answer_that_is_no_number_rewards_its_own_words_alone():
+def test_a_gold_text_rewards_its_own_words_alone():
     """open-r1#293: whatever could not be parsed was rewarded with 1."""
     texts = ["no answer", "about five", "1 or 2", "1/0", "1/0/0"]
     for gold in texts:

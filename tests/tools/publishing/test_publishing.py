@@ -160,7 +160,7 @@ assert 'trl_fsdp_qlora' not in sys.modules
         ("https://bob:passw0rd@host/data", None, "https://***@host/data"),
     ],
 )
-def test_what_is_on_the_hub_is_listed_and_no_secret_enters_a_card(tmp_path, dataset, listed, named):
+def test_hub_datasets_are_listed_and_no_secret_enters_a_card(tmp_path, dataset, listed, named):
     """The card is that of a whole model, which has a name on the Hub, as its base has."""
     grpo_trainer = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", hub_token="a secret")
     grpo_trainer.model.config._name_or_path = "o/base"
@@ -235,7 +235,7 @@ CPU_ARGUMENTS = {"use_cpu": True, "bf16": False}  # TRL's default is bf16, which
         {"token_selection": "prefix_cut", "token_selection_rate": 0.9},
     ],
 )
-def test_a_card_lists_what_was_given_and_nothing_that_follows_from_it(arguments, tmp_path):
+def test_a_card_lists_given_fields_and_no_derived_ones(arguments, tmp_path):
     configs = [EfficientGRPOConfig(str(tmp_path), **CPU_ARGUMENTS, **arguments)]
     if "token_selection" not in arguments:
         configs.append(AStarPOConfig(str(tmp_path), **CPU_ARGUMENTS, **arguments))
@@ -246,7 +246,7 @@ def test_a_card_lists_what_was_given_and_nothing_that_follows_from_it(arguments,
         assert again.to_dict() == args.to_dict()
 
 
-def test_a_card_lists_fields_that_change_after_the_configs_checks(tmp_path):
+def test_a_card_lists_fields_changed_after_the_configs_checks(tmp_path):
     args = EfficientGRPOConfig(str(tmp_path), **CPU_ARGUMENTS)
     args.learning_rate = 0.5
     args.token_selection_rate = 0.25
@@ -414,7 +414,7 @@ def test_any_failure_is_one_line_and_a_repeat_completes_it(folder, server, run, 
     assert set(server.files(REPO)) == SENT
 
 
-def test_a_hub_that_returns_other_files_than_were_sent_is_an_error(folder, server, run):
+def test_a_hub_that_returns_other_files_is_an_error(folder, server, run):
     commit = server.commit
     server.commit = lambda repo, files: commit(repo, {name: data[:-1] for name, data in files.items()})
     with pytest.raises(UserError, match=f"^{REPO} .*adapter_model.safetensors"):
@@ -441,7 +441,7 @@ NAN = {"x": torch.tensor([float("nan")])}
         (lambda folder: save_file(NAN, folder / "adapter_model.safetensors"), "not finite .*, in x$"),
     ],
 )
-def test_a_folder_that_is_not_fit_is_refused_before_the_hub_is_asked(folder, server, run, change, message):
+def test_an_unfit_folder_is_refused_before_the_hub_is_asked(folder, server, run, change, message):
     change(folder)
     with pytest.raises(UserError, match=message):
         run()

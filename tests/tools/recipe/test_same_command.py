@@ -69,7 +69,7 @@ def test_another_command_is_refused_with_what_differs(words, difference, begun):
     assert resume_of(words) == "auto"  # it is this command's run now
 
 
-def test_a_folder_of_stock_trl_and_a_damaged_record_are_another_run(begun, tmp_path):
+def test_stock_folders_and_damaged_records_are_another_run(begun, tmp_path):
     for content in ("{", None):
         if content is None:
             (tmp_path / "out" / ARGUMENTS).unlink()

@@ -228,7 +228,7 @@ def test_a_finished_run_is_over(ended_run, planted, call):
     assert contents(ended_run.out) == files
 
 
-def test_the_printed_evaluate_command_reproduces_the_runs_accuracy(ended_run, planted, folder, call):
+def test_the_printed_evaluate_command_gives_the_runs_accuracy(ended_run, planted, folder, call):
     printed = call("grpo", [*ended_run.launch(2, "with_token.yaml"), "--resume_from_checkpoint", "auto"])
     command = shlex.split(re.search(r"measure it: +(.*)", printed)[1])
     assert command[:4] == ["trl-fsdp-qlora", "evaluate", "--adapter", str(ended_run.out)]

@@ -55,7 +55,7 @@ time.sleep(120)
     ("config", "ranks", "sent"),
     [("cpu", 1, signal.SIGINT), ("ddp_cpu", 2, signal.SIGTERM)],
 )
-def test_a_signal_is_passed_on_to_the_run_whose_end_is_waited_for(tmp_path, config, ranks, sent):
+def test_a_signal_is_passed_on_and_the_runs_end_waited_for(tmp_path, config, ranks, sent):
     (tmp_path / "script.py").write_text(WAITS)
     words = ["--config_file", config, "--num_processes", str(ranks), str(tmp_path / "script.py"), str(int(sent))]
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -109,7 +109,7 @@ def stop(grpo, control):
 
 @every_split
 @pytest.mark.parametrize("event", these_first(["loss", "callback", "stop"], "loss", "stop"))
-def test_a_run_that_broke_off_between_two_micro_batches_and_continues(tmp_path, split, event):
+def test_a_run_that_broke_off_between_micro_batches_continues(tmp_path, split, event):
     def run(grpo):
         behind = 1 if split == "cut" else 3
         if event == "loss":
@@ -377,7 +377,7 @@ OTHER_CALLS = {
 
 
 @pytest.mark.parametrize("name", OTHER_CALLS)
-def test_a_call_that_differs_from_the_plan_is_not_answered_from_it(tmp_path, monkeypatch, caplog, name):
+def test_a_call_that_differs_from_the_plan_trains_as_if_alone(tmp_path, monkeypatch, caplog, name):
     stock = GRPOTrainer._get_per_token_logps_and_entropies
 
     @functools.wraps(stock)

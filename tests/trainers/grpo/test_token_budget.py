@@ -165,7 +165,7 @@ def test_the_entropy_of_masked_completions_equals_stock(tmp_path):
     assert logged == [0.0, 0.0]
 
 
-def test_scored_tokens_do_not_depend_on_how_many_ranks_share_a_batch(tmp_path):
+def test_scored_tokens_do_not_depend_on_the_number_of_ranks(tmp_path):
     ours = make_trainer(tmp_path)
     batch = batch_of(ours)
     batch["advantages"][4:] = 0.0

@@ -63,7 +63,7 @@ def test_whole_or_why_not(tmp_path):
 
 
 @pytest.mark.parametrize("manifest", ['{"format": 9', "7", '{"format": 3, "files": 7}'])
-def test_a_manifest_that_cannot_be_read_is_a_reason_and_no_exception(tmp_path, manifest):
+def test_an_unreadable_manifest_is_a_reason_and_no_exception(tmp_path, manifest):
     folder = make(tmp_path, 4)
     (folder / "manifest.json").write_text(manifest)
     assert "manifest.json" in why_not_whole(folder)
@@ -94,14 +94,14 @@ def test_resolving(tmp_path):
         checkpoints.resolve_resume(tmp_path, str(truncated))
 
 
-def test_a_checkpoint_of_stock_trl_is_taken_as_transformers_takes_it(tmp_path):
+def test_a_stock_checkpoint_is_taken_as_by_transformers(tmp_path):
     stock = make(tmp_path, 2, whole=False)
     (stock / "trainer_state.json").write_text('{"global_step": 2}')
     for resume in (str(stock), True, "auto"):
         assert checkpoints.resolve_resume(tmp_path, resume) == str(stock)
 
 
-def test_damaged_checkpoints_are_passed_over_for_an_older_whole_one(tmp_path, caplog):
+def test_damaged_checkpoints_are_passed_over_for_a_whole_one(tmp_path, caplog):
     for step in (2, 4, 6):
         make(tmp_path, step)
     flip_a_bit(tmp_path / "checkpoint-6" / "deep" / "more.bin", position=3)
@@ -178,7 +178,7 @@ def test_the_checkpoint_just_written_stays_for_any_file_times(tmp_path, there, n
     assert [checkpoints.step_of(path) for path in checkpoints.checkpoints_in(tmp_path)] == left
 
 
-def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):
+def test_what_a_run_was_writing_when_it_ended_is_removed(tmp_path):
     writer = checkpoints.WholeCheckpoints(config(GRPOConfig, tmp_path), Accelerator(cpu=True), lambda: ({}, {}))
     staging = tmp_path / checkpoints.STAGING
     state = TrainerState()

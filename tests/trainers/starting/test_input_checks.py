@@ -88,7 +88,7 @@ def test_what_can_be_meant_is_let_pass(name, value, tmp_path):
     check_training(args, ModelConfig())
 
 
-def test_every_default_is_meant_and_every_name_of_the_table_is_a_field():
+def test_defaults_are_meant_and_names_of_the_table_are_fields():
     every = [
         AStarPOConfig("unused", use_cpu=True, bf16=False),
         ModelConfig(),

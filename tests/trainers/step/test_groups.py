@@ -23,7 +23,7 @@ def test_every_row_once_and_groups_together(rows, group, offset):
             assert b == a + 1  # in its own order
 
 
-def test_groups_move_by_one_draw_from_the_global_generator_as_stock():
+def test_groups_move_by_one_global_draw_as_stock():
     torch.manual_seed(3)
     torch.randperm(24)
     expected = torch.rand(4)

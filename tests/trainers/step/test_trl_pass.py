@@ -30,7 +30,7 @@ def scored(made, request, change):
         return made._get_per_token_logps_and_entropies(made.model, **arguments)
 
 
-def test_tokens_of_other_rows_are_not_masked_by_those_of_the_loss(made, monkeypatch):
+def test_other_rows_are_not_masked_by_the_losss_tokens(made, monkeypatch):
     """On a TRL that was not tested the pass may score the rows in another order."""
     request = request_of(made)
     monkeypatch.setattr(trl_pass, "is_tested", lambda: False)
