@@ -80,8 +80,10 @@ def check_that_each_turn_is_sampled_once(rows, turns):
 
 @pytest.mark.parametrize("template, count", [(KEEPS, 4), (STRIPS, 5)])
 def test_rows_have_what_each_turn_saw_and_sampled(rollouts, template, count):
+    interception = rollouts.environment.config.interception
     trainer = Scripted(lambda number: f"<think>t{number}</think>said {number}", template)
     output = rollouts(prompts_of(rollouts, 0), trainer)
+    assert rollouts.environment.config.interception is interception  # of the user, who may serve elsewhere
     (rows,) = output["rows"]
     assert len(rows) == count
     *turns, (prompt, completion, logprobs) = trainer.turns

@@ -113,10 +113,7 @@ def played(environment: Env, tasks: list[Task], trainer: "GRPOTrainer") -> list[
             environment._interception.clients[CLIENT_CONFIG.model_dump_json()] = client
             await asyncio.gather(*map(play, range(len(tasks))))
 
-    # A pool makes servers when they are needed, and each has clients of its own.
-    if not isinstance(environment.config.interception, InterceptionServerConfig):
-        environment.config.interception = InterceptionServerConfig()
-    with _in_a_thread(play_all) as playing:
+    with _one_server(environment), _in_a_thread(play_all) as playing:
         rounds = _together(client.calls, len(tasks), playing)
         while True:
             calls = next(rounds, [])
@@ -127,6 +124,18 @@ def played(environment: Env, tasks: list[Task], trainer: "GRPOTrainer") -> list[
             _draw(calls, most, trainer)
         playing.result()
     return episodes
+
+
+@contextmanager
+def _one_server(environment: Env) -> Iterator[None]:
+    """In the block an environment serves by one server; a pool makes servers as needed, each with its own clients."""
+    interception = environment.config.interception
+    if not isinstance(interception, InterceptionServerConfig):
+        environment.config.interception = InterceptionServerConfig()
+    try:
+        yield
+    finally:
+        environment.config.interception = interception
 
 
 @contextmanager
