@@ -169,8 +169,11 @@ def head_on_device(model: nn.Module, accelerator: Accelerator) -> Iterator[None]
 
     The fused head computes on the device of its weight, which it gets by this method of the model in every call. If
     that is the host, the device's collectives refuse the results.
+
+    Args:
+        model: sharded by FSDP2.
     """
-    plugin = accelerator.state.fsdp_plugin if isinstance(model, FSDPModule) else None
+    plugin = accelerator.state.fsdp_plugin
     if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         yield
         return

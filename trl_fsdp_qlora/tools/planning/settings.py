@@ -152,7 +152,7 @@ def from_words(
     return Settings(model, values, launch, prompt_tokens or ASSUMED_PROMPT, is_assumed)
 
 
-def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: int = 256) -> Settings:
+def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: int = ASSUMED_PROMPT) -> Settings:
     """The settings of a run that is about to start, from its parsed arguments."""
     ranks = config.world_size
     machines = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
