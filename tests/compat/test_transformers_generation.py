@@ -46,16 +46,6 @@ def test_gaps_of_a_config_are_the_models_as_in_generate():
     assert borrowed.effective_config(model, GenerationConfig(top_k=9)).top_k == 9
 
 
-def test_one_token_is_drawn_in_the_block_alone():
-    model = tiny_model()
-    config = GenerationConfig(max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
-    ids = torch.tensor([[3, 4]])
-    with borrowed.drawing_one_token(config):
-        assert config.max_new_tokens == 1
-    assert config.max_new_tokens == 5
-    assert model.generate(ids, generation_config=config).shape == (1, 7)
-
-
 def test_without_ranks_generate_does_not_synchronise():
     model = tiny_model()
     assert not borrowed.synced_by_default(model)

@@ -141,7 +141,7 @@ class ShardedQLoRAMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not has_sharded_adapter(self.model):
             return super()._load_optimizer_and_scheduler(checkpoint)
-        from ..compat.transformers import loading_no_optimizer
+        from ..utils.files import links_without
         from .adapters import load_optimizer
 
         optimizer = Path(checkpoint) / OPTIMIZER_NAME
@@ -149,9 +149,10 @@ class ShardedQLoRAMixin(_Trainer):
         if optimizer.is_file() and schedule.is_file():  # otherwise both start from nothing, as in transformers
             load_optimizer(self.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
-        # TRL's own method restores its other states, such as its entropy controller.
-        with loading_no_optimizer():
-            super()._load_optimizer_and_scheduler(checkpoint)
+        # TRL's own method restores its other states, such as its entropy controller, and calls transformers', which
+        # loads an optimizer if it finds one.
+        with links_without(checkpoint, {OPTIMIZER_NAME, SCHEDULER_NAME}) as folder:
+            super()._load_optimizer_and_scheduler(folder)
 
     def _load_best_model(self) -> None:
         if not has_sharded_adapter(self.model):

@@ -221,8 +221,9 @@ def test_greedy_is_pefts_token_for_token(shared_engine, model, request, tmp_path
     # The base alone draws something else, and the engine's stand-in for a model draws the same as the engine.
     alone = EngineModel(engine, policy.generation_config)
     assert sum(a != b for a, b in zip(generate(alone, prompts, config), expected, strict=True)) == ties
-    with engine.without_adapter(), policy.disable_adapter():
-        base_says = generate(alone, prompts, config)
+    base = EngineModel(engine.without_adapter(), policy.generation_config)
+    with policy.disable_adapter():
+        base_says = generate(base, prompts, config)
         assert sum(a != b for a, b in zip(base_says, generate(policy, prompts, config), strict=True)) <= ties + 1
     assert base_says != expected
     engine.temperature = 1.0

@@ -36,8 +36,9 @@ def test_a_server_draws_training_and_accuracy_from_the_policy(server, quantized_
     greedy = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=[trainer.processing_class.eos_token_id])
     greedy.pad_token_id = trainer.processing_class.pad_token_id
     assert generate(model, ids, greedy) == generate(trainer.model, ids, greedy)
-    with trainer.vllm_generation.without_adapter(), trainer.model.disable_adapter():
-        assert generate(model, ids, greedy) == generate(trainer.model, ids, greedy)
+    base = EngineModel(trainer.vllm_generation.without_adapter(), trainer.model.generation_config)
+    with trainer.model.disable_adapter():
+        assert generate(base, ids, greedy) == generate(trainer.model, ids, greedy)
 
 
 def test_another_model_behind_the_url(server, tmp_path):

@@ -365,7 +365,7 @@ class Asleep:
 
     def generate(self, prompts, lora_request):
         assert self.there == {"weights", "kv_cache"}
-        return lora_request.lora_int_id
+        return None if lora_request is None else lora_request.lora_int_id
 
 
 def test_an_older_vllm_sleeps_with_its_weights_in_host_memory():
@@ -378,5 +378,6 @@ def test_an_older_vllm_sleeps_with_its_weights_in_host_memory():
         for _ in range(2):
             serving.wake_up(tags=["kv_cache"])
             assert serving.generate(["prompt"]) == version
+            assert serving.without_adapter().generate(["prompt"]) is None
             serving.sleep()
             assert older.there == set()

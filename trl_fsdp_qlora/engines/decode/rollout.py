@@ -1,5 +1,6 @@
 """`Rollout`: draws training's completions, and prepares the model by which accuracy and stage 1 generate."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, fields
@@ -11,7 +12,6 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import GenerationConfig
 
-from ...compat.transformers_generation import drawing_one_token
 from ...compat.trl_rollouts import Turn, unwrapped_for_generation
 from ...errors import UserError
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
@@ -149,16 +149,18 @@ class Rollout:
         """Take part in the further turns of other ranks, if a forward is collective and this rank's episodes are over.
 
         Args:
-            stock, wrapped, settings: see `training_turn`.
+            stock: for a generation config, TRL's `_generate_single_turn` that draws by it.
+            wrapped, settings: see `training_turn`.
             prompt: tokens of any prompt of this rank.
         """
         if settings is None or self._turns is None:
             return
+        # This rank's token is not used; the decoding loop continues as long as any rank's loop does.
+        turn = Turn([prompt[-1:]], None, {}, num_generations=1)
+        config = copy.copy(settings.config)
+        config.max_new_tokens = 1
         while self._any_rank_continues(False):
-            # This rank's token is not used; the decoding loop continues as long as any rank's loop does.
-            turn = Turn([prompt[-1:]], None, {}, num_generations=1)
-            with drawing_one_token(settings.config):
-                self._turn(stock, turn, wrapped, settings, self._turns)
+            self._turn(stock(config), turn, wrapped, settings._replace(config=config), self._turns)
             self._turns.clear()
             self._turns.number += 1
 

@@ -21,6 +21,7 @@ from verifiers.v1 import (
     AssistantMessage,
     Client,
     Env,
+    EnvConfig,
     Episode,
     ModelContext,
     Response,
@@ -40,6 +41,7 @@ from verifiers.v1.types import TurnTokens
 from ...compat.trl import parse_response
 from ...compat.trl_rollouts import has_response_format, with_response_schema
 from ...prefix_sharing.ranks import reduced_over_ranks
+from ...utils.substitute import Substitute
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -109,11 +111,13 @@ def played(environment: Env, tasks: list[Task], trainer: "GRPOTrainer") -> list[
             client.calls.put(None)
 
     async def play_all() -> None:
-        async with environment.serving():
+        # The environment is the user's, so it keeps its config.
+        with_one_server = Substitute(environment, config=_with_one_server(environment.config))
+        async with type(environment).serving(with_one_server):
             environment._interception.clients[CLIENT_CONFIG.model_dump_json()] = client
             await asyncio.gather(*map(play, range(len(tasks))))
 
-    with _one_server(environment), _in_a_thread(play_all) as playing:
+    with _in_a_thread(play_all) as playing:
         rounds = _together(client.calls, len(tasks), playing)
         while True:
             calls = next(rounds, [])
@@ -126,16 +130,11 @@ def played(environment: Env, tasks: list[Task], trainer: "GRPOTrainer") -> list[
     return episodes
 
 
-@contextmanager
-def _one_server(environment: Env) -> Iterator[None]:
-    """In the block an environment serves by one server; a pool makes servers as needed, each with its own clients."""
-    interception = environment.config.interception
-    if not isinstance(interception, InterceptionServerConfig):
-        environment.config.interception = InterceptionServerConfig()
-    try:
-        yield
-    finally:
-        environment.config.interception = interception
+def _with_one_server(config: EnvConfig) -> EnvConfig:
+    """A config that serves by one server. A pool makes servers as they are needed, each with clients of its own."""
+    if isinstance(config.interception, InterceptionServerConfig):
+        return config
+    return config.model_copy(update={"interception": InterceptionServerConfig()})
 
 
 @contextmanager

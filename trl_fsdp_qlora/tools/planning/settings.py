@@ -38,8 +38,8 @@ class Settings:
     values: dict[str, Any] = field(repr=False)
     launch: Launch
     method: Method
-    prompt_tokens: int = ASSUMED_PROMPT
-    assumes_prompt: bool = False
+    prompt_tokens: int = ASSUMED_PROMPT  # of the longest prompt of a batch
+    assumes_prompt: bool = False  # whether that number is neither the user's nor measured
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("values", ())
@@ -175,7 +175,7 @@ def _method_of(config: type) -> Method:
     return by_name[names[0]]
 
 
-def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: int) -> Settings:
+def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: int = ASSUMED_PROMPT) -> Settings:
     """The settings of a run that is about to start, from its parsed arguments."""
     ranks = config.world_size
     machines = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

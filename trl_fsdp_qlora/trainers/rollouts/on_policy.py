@@ -11,7 +11,8 @@ from accelerate.utils import gather_object
 
 from ...compat.signatures import parameters_of
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import ROWS, check_batch, foreign_turn, rewarding_with, shuffling_by
+from ...compat.trl_rollouts import ROWS, check_batch, foreign_turn, shuffling_by
+from ...utils.substitute import Substitute
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..saving.checkpoints import Rollouts
@@ -163,17 +164,30 @@ class OnPolicyRun(TrainerRun):
         return joined_images(shuffling_by(shuffle, super()._prepare_inputs)(generation_batch))
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
-        stock = super()._generate_and_score_completions
-        draws_ahead = self.ahead is not None and self.model.training
-        drawn = self.ahead.handing_in(inputs) if draws_ahead else nullcontext()
-        with self.clock.phase("prepare"), self.weights_gathered(), drawn:
-            batch = self._make_batch(lambda inputs: stock(inputs, *args, **kwargs), inputs)
+        of_ahead = {}
+
+        def stock(inputs, **of_batch):
+            trainer = Substitute(self, **of_ahead, **of_batch)
+            return super(OnPolicyRun, trainer)._generate_and_score_completions(inputs, *args, **kwargs)
+
+        generate = self._generate
+        with self.clock.phase("prepare"), self.weights_gathered():
+            if self.ahead is not None and self.model.training:
+                generate, of_ahead = self.ahead.take(inputs)
+            batch = self._make_batch(stock, inputs, generate)
         check_batch(batch)
         return batch
 
-    def _make_batch(self, stock, inputs):
-        """A generation batch by `stock`, TRL's `_generate_and_score_completions`."""
-        return stock(inputs)
+    def _make_batch(self, stock, inputs, generate):
+        """A generation batch by `stock`.
+
+        Args:
+            stock: TRL's `_generate_and_score_completions`, which also takes values of the trainer's attributes for
+                this call.
+            inputs: the rows of this rank.
+            generate: draws the completions, as TRL's `_generate`.
+        """
+        return stock(inputs, _generate=generate)
 
     def _generate(self, *args, **kwargs):
         if self.rollout is None:
@@ -217,8 +231,9 @@ class OnPolicyRun(TrainerRun):
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
         functions = [checked(*named) for named in zip(self.reward_funcs, self.reward_func_names, strict=True)]
-        with self.clock.phase("reward"), rewarding_with(self, functions):
-            rewards_NK = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
+        trainer = Substitute(self, reward_funcs=functions)
+        with self.clock.phase("reward"):
+            rewards_NK = super(OnPolicyRun, trainer)._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
         if self.model.training:
             self.reward_values.see(rewards_NK)
         else:
