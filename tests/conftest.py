@@ -1,11 +1,10 @@
-import functools
 import gc
-import importlib.metadata
 import os
 from pathlib import Path
 
 import pytest
 
+import tests.do_once  # noqa: F401
 from tests.distributed.launch import run_script
 
 # Before torch is imported, and inherited by every process a test starts: two processes with two threads each on two
@@ -13,14 +12,13 @@ from tests.distributed.launch import run_script
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test needs the Hub; looking for it without a network takes seconds each time.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# For every model that accelerate unwraps it reads again whether DeepSpeed is installed, a fifth of a tiny training.
-importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
-def pytest_collection_finish():
-    """`Trainer.train` collects garbage, which takes half a second with torch and TRL loaded."""
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage():
+    """`Trainer.train` collects garbage, which takes half a second with torch and TRL loaded, and what they import."""
     gc.freeze()
 
 
