@@ -15,11 +15,13 @@ with importing():
     from trl import ModelConfig
 
     from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
+    from trl_fsdp_qlora.tools.planning.first import plan_first
     from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_recipe
     from trl_fsdp_qlora.tools.recipe.pairs import DPOScriptArguments, read_pairs
     from trl_fsdp_qlora.tools.recipe.problems import load_data
     from trl_fsdp_qlora.tools.recipe.record import check_output_dir
+    from trl_fsdp_qlora.tools.recipe.rendering import longest_prompt
     from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
     from trl_fsdp_qlora.tools.recipe.script import run_main
 
@@ -30,10 +32,12 @@ def main() -> None:
     pairs = read_pairs(script.pairs, script.dataset_split)
     check_output_dir(script, config, model)
     test = None if script.dataset is None else load_data(script)[1]
+    plan = plan_first(config, model, longest_prompt(recipe, pairs), script.require_fit)
     trainer = EfficientDPOTrainer(
         model.model_name_or_path, args=config, train_dataset=pairs, **model_arguments(config, model)
     )
     trainer.card_info.settings = (script, model)
+    trainer.clock.planned = 0 if plan is None else plan.measurable_peak
     run_recipe(trainer, recipe, test)
 
 

@@ -29,7 +29,7 @@ with importing():
     from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
     from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
     from trl_fsdp_qlora.tools.evaluation.measurement import Measurement
-    from trl_fsdp_qlora.tools.publishing.loading import (
+    from trl_fsdp_qlora.tools.publishing.adapted_base import (
         load_model,
         processor_source,
     )

@@ -141,7 +141,7 @@ class Judge(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_judge_ranks_groups_and_a_group_without_a_ranking_has_no_reward(run_example, monkeypatch):
+def test_a_judge_rewards_the_groups_that_it_ranks(run_example, monkeypatch):
     monkeypatch.setattr(Judge, "replies", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()

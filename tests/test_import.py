@@ -91,7 +91,7 @@ def test_the_package_help_and_version_import_nothing_heavy():
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_recipes_and_plans_need_no_optional_package_and_no_private_module_of_fsdp(tmp_path):
+def test_recipes_and_plans_import_no_optional_package(tmp_path):
     """As in `make quickstart`'s environment: what the recipes import, and the plan that they make first. FSDP2's
     private modules are used by name only if it is switched on."""
     base = save_tiny_model(tmp_path / "base")

@@ -9,7 +9,7 @@ PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 TESTS = Path(__file__).parent
 
 
-def test_every_file_has_a_test_of_its_name_or_is_named_in_the_head_of_one():
+def test_every_file_has_a_test_by_name_or_by_head():
     heads = [ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in TESTS.rglob("test_*.py")]
     named = "\n".join(heads)
     files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.exhaustive
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_two_steps_of_its_recipe_and_the_adapter_answers_in_a_fresh_process(smollm2, svamp, tmp_path):
+def test_two_steps_of_its_recipe_give_an_adapter_that_answers(smollm2, svamp, tmp_path):
     config = REPOSITORY / "recipes/SmolLM2-135M-Instruct/grpo/config_svamp.yaml"
     options = f"--model_name_or_path {smollm2} --dataset {svamp} --output_dir out --disable_tqdm true --max_steps 2"
     options += " --max_completion_length 24 --per_device_train_batch_size 4 --num_generations 4 --eval_problems 2"

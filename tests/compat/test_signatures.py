@@ -62,7 +62,7 @@ def test_a_method_of_an_object_is_the_users(made):
 
 
 @pytest.mark.parametrize("name", ["__init__", PASS])
-def test_the_parameters_of_a_patched_method_are_those_of_its_source(monkeypatch, name):
+def test_a_patched_methods_parameters_are_those_of_its_source(monkeypatch, name):
     expected = parameters_of(trl.GRPOTrainer, name)
     monkeypatch.setattr(trl.GRPOTrainer, name, lambda *args, **kwargs: None)
     assert parameters_of(trl.GRPOTrainer, name) == expected

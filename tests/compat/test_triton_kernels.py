@@ -30,7 +30,7 @@ def nothing_logged_before(monkeypatch):
     monkeypatch.setattr(triton_kernels, "_logged", set())
 
 
-def test_a_kernel_that_does_not_compile_is_one_line_and_not_tried_again(monkeypatch, caplog):
+def test_a_kernel_that_does_not_compile_is_not_tried_again(monkeypatch, caplog):
     """A second kernel with the same error, as without a C compiler, adds no line."""
     monkeypatch.setattr(triton_kernels, "AVAILABLE", True)
     kernel = Refused()

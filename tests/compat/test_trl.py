@@ -1,4 +1,4 @@
-"""Covers `compat/transformers_generation.py`."""
+"""TRL's names, signatures and versions: each that is used is there, and one that is gone is named in a line."""
 
 import ast
 import inspect
@@ -31,7 +31,7 @@ PASSED = {
 VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-def test_a_signature_that_differs_is_named_and_the_installed_ones_fit():
+def test_a_differing_signature_is_named_and_installed_ones_fit():
     changed = {"split_pixel_values_by_grid": "batch extra", "GRPOTrainer._gone": "self"}
     named = ["expected (batch extra), found (batch)", "expected (self), found nothing"]
     assert misfits(trl_seams, changed | {"use_adapter": "model adapter_name"}) == [

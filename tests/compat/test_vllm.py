@@ -36,7 +36,7 @@ def test_shuts_down_while_there_are_groups(monkeypatch, groups):
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_the_trainer_is_imported_with_any_experiments_and_vllm_code_of_trl():
+def test_the_trainer_is_imported_without_trls_vllm_code():
     script = """
 import sys
 import trl.trainer.grpo_trainer
@@ -48,19 +48,30 @@ from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOTrainer, TSPMOTrainer
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+STARTED = []
+
+
+def LLM(**options):
+    STARTED.append(options)
+
+
+class Own:
+    """TRL's engine, which starts vLLM with its own arguments."""
+
+    def __init__(self, model, accelerator, mode):
+        self.model = model
+        self._init_vllm()
+
+    def _init_vllm(self):
+        LLM(model=self.model, quantization=None)
+
+
 def test_further_arguments_reach_trls_own_engine(monkeypatch):
     from trl.generation import vllm_generation
     from trl.trainer import grpo_trainer
 
-    arguments = []
-    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: arguments.append(options), raising=False)
-
-    class Own:
-        """TRL's engine, which starts vLLM with its own arguments."""
-
-        def __init__(self, model, accelerator, mode):
-            vllm_generation.LLM(model=model, quantization=None)
-
+    STARTED.clear()
+    monkeypatch.setattr(vllm_generation, "LLM", LLM, raising=False)
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Own)
     with trl_starts(None, lambda model, accelerator: {"quantization": f"{model} on {accelerator}"}):
         assert isinstance(grpo_trainer.VLLMGeneration(model="base", accelerator="gpu", mode="colocate"), Own)
@@ -69,4 +80,4 @@ def test_further_arguments_reach_trls_own_engine(monkeypatch):
     assert grpo_trainer.VLLMGeneration is Own
     Own("base", "gpu", "colocate")
     expected = [{"model": "base", "quantization": "base on gpu"}, {"model": "base", "quantization": None}]
-    assert arguments == expected
+    assert expected == STARTED

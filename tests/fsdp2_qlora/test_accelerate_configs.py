@@ -1,7 +1,4 @@
-"""Every accelerate config for one node, launched for real as its CPU twin: `accelerate launch`, two gloo processes.
-
-Covers `compat/deepspeed.py`.
-"""
+"""Every accelerate config for one node, launched for real as its CPU twin: `accelerate launch`, two gloo processes."""
 
 import json
 import math

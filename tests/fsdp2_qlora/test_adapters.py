@@ -20,7 +20,7 @@ def adapted(tmp_path):
     return adapted
 
 
-def test_gathered_weights_are_those_of_all_adapters_and_none_of_the_base(adapted):
+def test_gathered_weights_are_those_of_all_adapters_alone(adapted):
     gathered = gather_adapter(adapted)
     wanted = {name: value for name, value in adapted.state_dict().items() if ".lora_" in name}
     assert any(".ref." in name for name in wanted)
@@ -43,7 +43,7 @@ def test_a_saved_adapter_is_loaded_as_peft_loads_it(adapted, tmp_path):
     assert of_peft and all(torch.equal(value, wanted[name]) for name, value in of_peft.items())
 
 
-def test_an_adapter_of_other_modules_is_refused_and_changes_nothing(adapted, tmp_path):
+def test_an_adapter_of_other_modules_changes_nothing(adapted, tmp_path):
     before = {name: value.clone() for name, value in gather_adapter(adapted).items()}
     other = get_peft_model(tiny.load(str(tmp_path / "base")), tiny.lora(target_modules=["o_proj"]))
     other.save_pretrained(tmp_path / "other")

@@ -157,7 +157,7 @@ def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested
 @pytest.mark.parametrize("checkpoint", ["qwen3_moe", "gpt_oss"], indirect=True)
 # Not in Triton's interpreter, which truncates; a card rounds.
 @pytest.mark.parametrize("group_calls", ["one by one", "in groups"], indirect=True)
-def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint, group_calls):
+def test_bf16_is_as_near_to_float32_as_transformers_experts(checkpoint, group_calls):
     """Both round in another order: judged by float32 of the same dequantized weights."""
     ours = loaded(checkpoint, torch.bfloat16, compute=torch.bfloat16)
     stock = dequantized(ours, checkpoint, torch.bfloat16, compute=torch.bfloat16)
@@ -190,7 +190,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_groups_cost_as_many_calls_for_many_experts_as_for_few_and_the_host_reads_nothing(tmp_path):
+def test_grouped_calls_are_as_many_for_many_experts_as_for_few(tmp_path):
     counted = []
     for number in (6, 24):
         model = loaded(save(tmp_path / str(number), num_experts=number, num_local_experts=number))
@@ -342,7 +342,7 @@ def test_packed_rows_with_packed_experts(tmp_path, beta, group_calls):
     assert trainer._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 1
 
 
-def test_a_checkpoint_in_4_bits_whose_experts_are_numbers_is_packed_after_loading(tmp_path):
+def test_dense_experts_of_a_4_bit_checkpoint_are_packed(tmp_path):
     save(tmp_path / "plain")
     stock = AutoModelForCausalLM.from_pretrained(
         tmp_path / "plain", dtype=torch.float32, quantization_config=tiny.quantization()
@@ -369,7 +369,7 @@ TWO["offloaded"] = SFT + ",FSDP_OFFLOAD_PARAMS=true"
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_ranks_hold_their_part_of_the_experts_and_train_as_whole_ones(tmp_path):
+def test_ranks_with_parts_of_experts_train_as_whole_ones(tmp_path):
     model = save(tmp_path / "model", vocab_size=64, pad_token_id=0, eos_token_id=1)
     tiny.make_tokenizer().save_pretrained(model)
     (one,) = scenarios_of(model, tmp_path / "one", {"by_name": TWO["by_name"]}, processes=1)

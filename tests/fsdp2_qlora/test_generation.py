@@ -13,7 +13,7 @@ def test_another_release_of_torch_gathers_by_layer(mode, monkeypatch):
     assert generation.choose(nn.Linear(2, 2), torch.device("cpu"), mode) == "per_layer"
 
 
-def test_a_model_that_is_not_sharded_is_not_asked_for_its_free_memory(monkeypatch):
+def test_an_unsharded_model_is_not_asked_for_its_free_memory(monkeypatch):
     monkeypatch.setattr(generation, "choose", lambda *_: pytest.fail("every rank would have to answer"))
     with generation.gathered_as("auto", nn.Linear(2, 2), torch.device("cpu")):
         pass

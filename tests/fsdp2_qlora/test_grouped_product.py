@@ -20,7 +20,7 @@ NEEDS_INTERPRETER = pytest.mark.skipif(
 @NEEDS_INTERPRETER
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(("out_features", "in_features", "number"), [(96, 64, 6), (128, 192, 5), (80, 128, 3)])
-def test_triton_unpacks_and_multiplies_as_bitsandbytes_and_torch_do(out_features, in_features, number, nested):
+def test_tritons_packed_product_equals_bitsandbytes_and_torch(out_features, in_features, number, nested):
     """Expert by expert; some experts have no rows, some more than a tile has."""
     layout = experts._layout((out_features, in_features), torch.float32, "nf4", nested)
     rows = experts._quantize(torch.randn(number, out_features, in_features), layout)
@@ -44,7 +44,7 @@ def test_triton_unpacks_and_multiplies_as_bitsandbytes_and_torch_do(out_features
 
 
 @NEEDS_INTERPRETER
-def test_triton_multiplies_groups_with_trained_matrices_as_float64_does():
+def test_tritons_grouped_products_equal_float64():
     """Gradients of rows and matrices too; some groups have no rows, and the last has several tiles."""
     x = torch.randn(150, 40)
     weight = torch.randn(4, 72, 40)

@@ -8,7 +8,7 @@ from tests.fsdp2_qlora import tiny
 from trl_fsdp_qlora.fsdp2_qlora import loading
 
 
-def test_settings_of_generation_in_a_gated_repository_are_read_with_the_callers_token(tmp_path, monkeypatch):
+def test_generation_settings_are_read_with_the_callers_token(tmp_path, monkeypatch):
     checkpoint = tiny.make_checkpoint(tmp_path)
     GenerationConfig(do_sample=True, top_k=7).save_pretrained(tmp_path)
     read = GenerationConfig.from_pretrained

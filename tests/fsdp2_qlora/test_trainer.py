@@ -173,7 +173,7 @@ def test_parameters_are_dtensors_where_they_are_sharded(runs, run, scenario):
         ]
     ),
 )
-def test_a_rank_holds_its_part_of_the_packed_bytes_and_of_the_quantization_state(runs, run, scenario, shards, most):
+def test_a_rank_holds_its_part_of_packed_bytes_and_states(runs, run, scenario, shards, most):
     for base in (result["base"] for result in runs[run, scenario]):
         assert base["world_size"] == shards and 1 / shards <= base["ratio"] <= most
 
@@ -239,7 +239,7 @@ def test_bf16_is_as_close_to_one_process_as_ddp_is(runs):
 @pytest.mark.parametrize(
     ("scenario", "step"), these_first([("sft", 4), ("lora", 4), ("full_state_dict", 1)], ("sft", 4))
 )
-def test_a_saved_adapter_is_plain_peft_and_loads_in_one_ordinary_process(runs, root, scenario, step):
+def test_a_saved_adapter_loads_as_plain_peft_in_one_process(runs, root, scenario, step):
     folder = root / "two" / scenario / f"checkpoint-{step}"
     files = {path.name for path in folder.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= files
@@ -263,7 +263,7 @@ def test_a_model_object_without_a_folder_is_saved_and_resumed(runs, root):
 @pytest.mark.parametrize(
     ("run", "scenario"), cases([("two", "by_name"), ("two", "per_layer"), ("two", "stored"), ("four", "by_name")])
 )
-def test_one_rank_per_node_reads_the_checkpoint_and_first_logits_are_those_of_one_process(runs, run, scenario):
+def test_one_reader_per_node_gives_the_logits_of_one_process(runs, run, scenario):
     expected = runs["one", "by_name"][0]["first_logits"]
     assert expected.std() > 0.01
     for rank, actual in enumerate(runs[run, scenario]):

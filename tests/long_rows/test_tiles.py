@@ -82,7 +82,7 @@ def test_gradients_are_those_without_tiles(name, checkpoints, calls):
 
 
 @pytest.mark.exhaustive
-def test_the_classes_that_are_known_have_forwards_that_were_proven():
+def test_known_classes_have_proven_forwards():
     """A class of transformers whose code changes is looked at again. Another version may lack a few of the classes."""
     found = {}
     for path in sorted(Path(tf.models.__file__).parent.glob("*/modeling_*.py")):
@@ -104,7 +104,7 @@ def test_the_kinds_of_some_families():
     }
 
 
-def test_a_class_of_ones_own_is_known_if_its_forward_is_transformers():
+def test_a_users_class_with_transformers_forward_is_known():
     config = tf.LlamaConfig(hidden_size=32, intermediate_size=16)
 
     class Named(LlamaMLP):
@@ -122,7 +122,7 @@ def kinds_in(model) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_no_module_computes_a_token_more_often_than_with_checkpointing_alone(name, monkeypatch):
+def test_tokens_are_computed_as_often_as_with_checkpointing(name, monkeypatch):
     """Twice: in the forward and for the backward. A recomputed layer does not run the MLP; its backward does.
 
     Gemma's layer has a norm behind the MLP, which keeps nothing.
@@ -270,7 +270,7 @@ def test_half_precision_sums_are_not_rounded_for_each_tile():
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
-def test_auto_leaves_short_rows_and_layers_without_checkpoints_alone(checkpoints, monkeypatch, calls):
+def test_auto_leaves_short_rows_and_unchecked_layers_alone(checkpoints, monkeypatch, calls):
     model = build("qwen3").train()
     if checkpoints:
         checkpointed(model)

@@ -408,7 +408,7 @@ def test_cascade_leaves_what_torchs_kernel_does_not_take(size, dtype, monkeypatc
     assert "values of size 128" in refusal_on_cuda(192, (9, 0), monkeypatch, value_size=128)
 
 
-def test_cascade_leaves_heads_whose_backward_torch_refuses_and_rocm(monkeypatch):
+def test_cascade_refuses_what_torchs_backward_refuses_and_rocm(monkeypatch):
     """Heads of 193 to 224 run forward everywhere; their backward raises on consumer cards, after the first forward."""
     served = {
         (size, capability)

@@ -1,7 +1,4 @@
-"""Calls without TRL's fused head: for logits, a loss, classes, or the backbone's last hidden states.
-
-Covers `prefix_sharing/row_mask.py`, `prefix_sharing/wrapped_backbone.py`.
-"""
+"""Calls without TRL's fused head: for logits, a loss, classes, or the backbone's last hidden states."""
 
 import copy
 import functools
@@ -17,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import packed_model, row
+from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
 from trl_fsdp_qlora.prefix_sharing.status import PassType
@@ -151,7 +149,7 @@ class WithValues(tf.Qwen3ForCausalLM):
         return CausalLMOutputWithPast(logits=logits, hidden_states=hidden.sum(-1))
 
 
-def test_a_forward_that_is_not_of_transformers_gets_all_states_in_their_places():
+def test_a_users_forward_gets_all_states_in_their_places():
     model = WithValues(build("qwen3").config)
     model.load_state_dict(build("qwen3").state_dict())
     model = share_prompts(model.train())
@@ -277,7 +275,7 @@ def test_a_fused_call_that_runs_as_stock_packs_nothing():
 
 
 @pytest.mark.parametrize("has_mask", [True, False])
-def test_a_later_wrapper_of_the_backbone_may_take_the_models_own_arguments_alone(has_mask):
+def test_a_later_wrapper_may_take_the_models_own_arguments_alone(has_mask):
     """Packed passes, the comparison with stock and passes as in stock TRL call it."""
     batch = make_batch(groups, "right")
     of_tokens = batch["input_ids"]
@@ -316,6 +314,10 @@ def of_generation():
     return {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
 
+def lines_of_sharing(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == sharing_module.__name__]
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_generation_is_the_models_own(use_cache, caplog):
     model, plain = (build("qwen3_5") for _ in range(2))
@@ -324,7 +326,7 @@ def test_generation_is_the_models_own(use_cache, caplog):
     model.train()
     ours = model.generate(**batch, **of_generation(), use_cache=use_cache)
     assert torch.equal(ours, plain.generate(**batch, **of_generation(), use_cache=use_cache))
-    assert not model.prompt_sharing.status.compared and "stock TRL" not in caplog.text
+    assert not model.prompt_sharing.status.compared and lines_of_sharing(caplog) == []
 
 
 REFUSED = {
@@ -351,8 +353,8 @@ def test_a_call_that_asks_for_more_is_the_models_own(kind, caplog):
         # A model makes its own tuple.
         ours, wanted = ((one.base_model if kind == "a tuple" else one)(**batch)[0] for one in (model, plain))
         assert torch.equal(ours, wanted)
-    lines = [record.getMessage() for record in caplog.records if "stock TRL" in record.getMessage()]
-    assert len(lines) == 1 and reason in lines[0] and not model.prompt_sharing.figures.tokens
+    (line,) = lines_of_sharing(caplog)
+    assert reason in line and not model.prompt_sharing.figures.tokens
 
 
 def test_embeddings_of_the_callers_own_are_the_models_own(caplog):
@@ -385,14 +387,14 @@ def test_the_reason_why_a_model_cannot_be_packed_is_logged(caplog):
     model = share_prompts(build(encoder).train())
     plain = build(encoder).train()
     assert torch.equal(model(**batch).logits, plain(**batch).logits)
-    assert "stock TRL" in caplog.text
+    assert len(lines_of_sharing(caplog)) == 1 and not model.prompt_sharing.status.packs
     caplog.clear()
     model, plain = (build("gemma3").train() for _ in range(2))
     for both_ways in (model, plain):
         both_ways.config.use_bidirectional_attention = True
     share_prompts(model)
     assert torch.equal(model(**batch).logits, plain(**batch).logits)
-    assert "stock TRL" in caplog.text and not model.prompt_sharing.status.packs
+    assert len(lines_of_sharing(caplog)) == 1 and not model.prompt_sharing.status.packs
     caplog.clear()
     prompt = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     share_prompts(get_peft_model(build("llama"), prompt))

@@ -187,7 +187,7 @@ def test_gradients_are_compared_after_values_were():
     assert_alike(stock, ours, seed=2, packed=False)
 
 
-def test_the_comparison_reaches_no_gradient_and_no_hook_of_the_user():
+def test_a_comparison_reaches_no_gradient_and_no_users_hook():
     """DDP counts gradients by hooks, and an optimizer may step in one."""
     model = share_prompts(build("llama"))
     parameters = list(model.parameters())

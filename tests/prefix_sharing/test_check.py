@@ -93,7 +93,7 @@ def test_rounding_is_measured_beyond_the_fixed_limits_alone(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, dtype, monkeypatch):
+def test_a_global_layout_under_checkpointing_is_caught(reentrant, dtype, monkeypatch):
     """Right values, wrong gradients: when a layer is computed again during backward, the global is long gone."""
     model = build("llama").to(dtype).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -177,7 +177,7 @@ def test_equal_completions_of_one_token():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 8])
-def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows, dtype):
+def test_a_comparison_holds_no_more_tokens_than_the_step(rows, dtype):
     """Eight rows at once for any batch: 447 tokens with a graph in the first step, 111 in the second."""
     model, sharing = llama(dtype)
     ids, mask = make_batch([PROMPT] * rows, [COMPLETION] * rows)

@@ -72,7 +72,7 @@ def test_unsupported_models_run_padded_and_the_reason_is_logged(name, caplog):
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "mistral_sliding", "a choice"])
-def test_a_model_that_cannot_be_packed_is_an_error_with_a_named_backend(name):
+def test_a_named_backend_refuses_a_model_that_cannot_be_packed(name):
     reasons = {
         **REASONS,
         "mistral_sliding": "no sliding window",
@@ -163,7 +163,7 @@ def test_rotary_tables_that_depend_on_the_longest_position():
         assert position_limit(SimpleNamespace(config=config, modules=list)) == limit
 
 
-def test_a_batch_with_images_runs_as_stock_if_the_class_is_not_known(caplog):
+def test_images_of_an_unknown_class_run_as_stock(caplog):
     """And one without images is packed."""
     model = build(MULTIMODAL["gemma3"])
     ids, mask = awkward_batch()
@@ -232,7 +232,7 @@ def test_attention_dropout_is_found_under_each_of_its_names(name):
     assert not prepared(DRAWING[name]()).status.packs
 
 
-def test_dropout_set_after_the_model_was_prepared_falls_back_at_the_first_pass():
+def test_dropout_set_after_share_prompts_runs_as_stock():
     model = build("llama")
     sharing = prepared(model)
     for layer in model.model.layers:

@@ -1,6 +1,6 @@
 """The forest of a batch and the packed row made of it, against a reconstruction by brute force.
 
-Covers `prefix_sharing/row.py`, `prefix_sharing/segments.py`.
+Covers `prefix_sharing/row.py`.
 """
 
 import itertools
@@ -158,7 +158,7 @@ def test_nothing_is_computed_twice_if_every_level_is_made(kind, rows):
 
 @settings(max_examples=40, deadline=None)
 @given(batches().map(not_empty))
-def test_no_row_is_longer_than_with_shared_prompts_or_one_shared_beginning_alone(rows):
+def test_a_forest_is_no_longer_than_with_one_shared_beginning(rows):
     """One level of prompts is what every trainer has at least; and one beginning that all rows have in common."""
     needed = rows.needed()
     tokens = pack(*rows[:3]).tokens
@@ -195,14 +195,14 @@ def best_of_one_level(words) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(batches().map(not_empty))
-def test_the_first_level_is_the_best_one_and_further_ones_only_save(rows):
+def test_the_first_level_is_the_best_and_further_ones_save(rows):
     assert pack(*rows[:3]).tokens <= best_of_one_level([word for word in rows.needed() if word])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(batches())
-def test_whole_rows_count_every_real_token_as_often_as_the_padded_batch(kind, rows):
+def test_each_token_counts_as_often_as_in_the_padded_batch(kind, rows):
     if not rows.mask.any():
         return
     layout = packed_as(kind, rows, is_whole=True)
@@ -257,7 +257,7 @@ def test_calls_of_attention_grow_with_the_number_of_levels():
 @pytest.mark.parametrize("shortest", [2, 4])
 @settings(max_examples=40, deadline=None)
 @given(batches().map(not_empty))
-def test_segments_that_others_continue_have_the_shortest_length_of_a_state(shortest, rows):
+def test_continued_segments_have_the_shortest_length_of_a_state(shortest, rows):
     with every_level_made():
         forest = pack(*rows[:3], min_length=shortest).forest
     assert (forest.lengths[~forest.is_leaf] >= shortest).all()

@@ -345,7 +345,7 @@ def test_no_features_and_no_pixels_are_kept_after_a_pass(name, change):
         ([4, 13], [4, 4, 4, 5], None),
     ],
 )
-def test_images_are_counted_by_their_tokens_or_the_batch_runs_padded(tokens, sizes, counts):
+def test_images_are_counted_by_tokens_or_the_batch_is_padded(tokens, sizes, counts):
     """Four images that two rows have are not two for each."""
     model, _ = with_images("llava")
     ids = torch.full((len(tokens), 20), 5)

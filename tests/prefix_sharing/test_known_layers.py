@@ -51,7 +51,7 @@ def layers_with_states() -> dict[str, type]:
 
 
 @pytest.mark.exhaustive
-def test_every_layer_of_transformers_that_keeps_a_state_is_registered_or_known_to_be_missing():
+def test_each_stateful_layer_is_registered_or_known_as_missing():
     layers = layers_with_states()
     registered = {*known_layers.CONTINUE_FROM_STATES, *known_layers.BEGIN_AT_ZERO}
     assert registered <= set(layers)
@@ -60,7 +60,7 @@ def test_every_layer_of_transformers_that_keeps_a_state_is_registered_or_known_t
         assert (registered_name(cls) is not None) == (name in registered)
 
 
-def test_a_layer_that_is_not_in_the_table_lets_its_model_run_as_stock(monkeypatch, caplog):
+def test_a_model_with_an_unknown_layer_runs_as_stock(monkeypatch, caplog):
     expected, _ = stock_log_probs(with_stock_head(build("qwen3_5")), *awkward_batch())
     others = [name for name in known_layers.CONTINUE_FROM_STATES if not name.startswith("qwen3_5")]
     monkeypatch.setattr(known_layers, "CONTINUE_FROM_STATES", others)

@@ -1,6 +1,6 @@
 """Passes that compute a common beginning once, compared with padded passes: values and gradients.
 
-Covers `prefix_sharing/attention/layers.py`, `prefix_sharing/batch.py`, `prefix_sharing/shared_prefixes.py`,
+Covers `prefix_sharing/attention/layers.py`, `prefix_sharing/batch.py`,
 `prefix_sharing/recurrent/level_by_level.py`.
 """
 

@@ -1,7 +1,4 @@
-"""Sharing on two ranks: DDP, FSDP2 and ZeRO-3.
-
-Covers `utils/ranks.py`.
-"""
+"""Sharing on two ranks: DDP, FSDP2 and ZeRO-3."""
 
 from pathlib import Path
 

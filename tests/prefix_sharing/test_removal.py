@@ -1,7 +1,4 @@
-"""`share_prompts(model, attention="off")` takes everything back that was put on a model.
-
-Covers `prefix_sharing/wrapped_forward.py`.
-"""
+"""`share_prompts(model, attention="off")` takes everything back that was put on a model."""
 
 import functools
 
@@ -125,7 +122,7 @@ LATER = {
 
 
 @pytest.mark.parametrize(("name", "wrapper"), zip(MODELS, LATER, strict=True))
-def test_a_model_that_was_wrapped_in_between_keeps_the_wrapper_alone(name, wrapper):
+def test_a_model_wrapped_in_between_keeps_the_wrapper_alone(name, wrapper):
     torch.manual_seed(0)
     alone = LATER[wrapper](MODELS[name]()).train()
     torch.manual_seed(0)

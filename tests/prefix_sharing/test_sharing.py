@@ -1,7 +1,4 @@
-"""`share_prompts(model)`: fused calls compared with stock TRL's, for rows of any kind and models in any wrapper.
-
-Covers `prefix_sharing/packed_model.py`, `prefix_sharing/router_loss.py`.
-"""
+"""`share_prompts(model)`: fused calls compared with stock TRL's, for rows of any kind and models in any wrapper."""
 
 import copy
 import logging
@@ -175,7 +172,7 @@ def test_rows_filled_up_to_a_multiple_equal_stock(name, monkeypatch):
         assert figures.tokens == 0 or figures.tokens % 64 == 0
 
 
-def test_a_recurrent_layer_takes_no_call_for_a_filled_up_completion(monkeypatch):
+def test_a_filled_up_completion_costs_no_call_of_a_layer(monkeypatch):
     """The last completion was longer than the others by what fills the row up, and was computed in a call of its own:
     Qwen3.5 launched 1.6 times as many kernels as stock.
     """
@@ -503,7 +500,7 @@ def test_the_first_pass_is_compared_and_a_wrong_one_is_not_taken(monkeypatch):
     assert "difference in log-probability" in model.prompt_sharing.describe()
 
 
-def test_a_backend_that_is_named_later_raises_like_one_that_is_named_first():
+def test_a_backend_named_later_raises_like_one_named_first():
     """Passes had run as in stock TRL since `auto` found a difference, and a named backend was not used either."""
     model = with_stock_head(build("llama"))
     mlp = model.model.layers[0].mlp

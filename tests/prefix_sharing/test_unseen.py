@@ -108,7 +108,7 @@ def test_gradients_are_those_of_a_backward_and_leave_no_trace(name):
     assert unseen.squared_norm() ** 0.5 < 1e-5 * float(largest)
 
 
-def test_a_hook_of_a_parameter_that_a_function_takes_itself_is_not_called():
+def test_a_comparison_calls_no_hook_of_a_parameter():
     model = Layers(RECOMPUTE["kept"])
     calls = []
     model.scale.register_hook(calls.append)

@@ -1,7 +1,4 @@
-"""The public `verify`: it finds planted faults, leaves no trace, and answers for any call of a shared model.
-
-Covers `prefix_sharing/request.py`.
-"""
+"""The public `verify`: it finds planted faults, leaves no trace, and answers for any call of a shared model."""
 
 import pytest
 import torch
@@ -34,7 +31,7 @@ def test_a_right_model_has_no_differences(name, labelled):
 
 @pytest.mark.parametrize("is_adapter", [True, False], ids=["LoRA", "full"])
 @pytest.mark.parametrize("wrap", ["plain", "checkpointing", "re-entrant checkpointing"])
-def test_wrong_values_and_wrong_gradients_are_returned_at_any_time(wrap, is_adapter, monkeypatch):
+def test_wrong_values_and_gradients_are_returned_at_any_time(wrap, is_adapter, monkeypatch):
     model = build("llama").train()
     if is_adapter:
         model = get_peft_model(model, lora())
@@ -63,7 +60,7 @@ def test_wrong_values_and_wrong_gradients_are_returned_at_any_time(wrap, is_adap
     assert verify(model, batch) == []
 
 
-def test_a_fault_that_a_call_finds_does_not_end_packed_passes_of_the_run(monkeypatch):
+def test_a_fault_that_verify_finds_ends_no_packed_passes(monkeypatch):
     """The first pass of each type compares by itself."""
     model = share_prompts(build("llama"))
     attend = cascade.attend

@@ -16,7 +16,7 @@ def rows_of_two_turns(number: int) -> list[dict]:
     ]
 
 
-def test_a_rollout_func_that_returns_rows_trains_on_what_was_sampled(tmp_path):
+def test_a_rollout_func_with_rows_trains_on_what_was_sampled(tmp_path):
     trainer = make_trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=2)
     trainer.rollout_func = lambda prompts, _: {"rows": [rows_of_two_turns(i) for i in range(len(prompts))]}
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
@@ -27,7 +27,7 @@ def test_a_rollout_func_that_returns_rows_trains_on_what_was_sampled(tmp_path):
     assert any(not torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
 
 
-def test_a_template_that_strips_thinking_is_trained_as_it_is_served(tmp_path):
+def test_a_stripping_template_is_trained_as_it_is_served(tmp_path):
     trainer = history.make_trainer(tmp_path, history.STRIPS, history="template")
     trainer.train()
     (inputs,) = trainer._buffered_inputs

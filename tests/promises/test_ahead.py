@@ -135,7 +135,7 @@ def test_what_is_no_exception_ends_the_run_as_in_turns(tmp_path, ends, error):
     assert trainer.state.global_step == 1
 
 
-def test_prompts_that_change_on_their_way_are_refused_before_the_first_step(tmp_path):
+def test_prompts_that_change_on_their_way_are_refused(tmp_path):
     with SamplingServer() as server:
         trainer = make(server, tmp_path, ChangesPrompts)
         method = "ChangesPrompts._generate_and_score_completions"
@@ -144,7 +144,7 @@ def test_prompts_that_change_on_their_way_are_refused_before_the_first_step(tmp_
         assert not server.draws
 
 
-def test_a_draw_that_is_set_on_the_trainer_is_refused_before_the_first_step(tmp_path):
+def test_a_draw_that_is_set_on_the_trainer_is_refused(tmp_path):
     with SamplingServer() as server:
         trainer = make(server, tmp_path)
         trainer._generate = lambda prompts, generate=trainer._generate: generate(prompts)

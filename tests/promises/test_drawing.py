@@ -1,5 +1,7 @@
 """Who draws completions, and behind which prompts: as in stock TRL."""
 
+import functools
+
 import pytest
 import transformers
 import trl
@@ -34,7 +36,7 @@ def run(folder, trainer_class, config_class, **settings) -> tuple[list[list[str]
 
 
 @pytest.mark.parametrize("method", ["GRPO", "RLOO"])
-def test_a_draw_that_a_user_patches_onto_trls_class_is_the_draw_of_ours(tmp_path, monkeypatch, method):
+def test_a_draw_that_a_user_patches_onto_trls_class_draws(tmp_path, monkeypatch, method):
     """With the arguments of TRL's own, as a user's engine has them; the completions are equal to stock TRL's."""
 
     def engine(self, prompt_ids, images, multimodal_fields, num_generations=None):
@@ -68,3 +70,51 @@ def test_empty_prompts_with_which_stock_ends_are_one_line(tmp_path, method):
     with pytest.raises(UserError) as raised:
         run(tmp_path / "ours", *ours, dataset=rows)
     assert "no tokens" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+def test_a_users_decorator_around_trls_prepare_inputs_is_called(tmp_path, monkeypatch, method):
+    """As often as in stock TRL, such as a profiler's."""
+    trainer = getattr(trl, f"{method}Trainer")
+    stock = trainer._prepare_inputs
+    calls = []
+
+    @functools.wraps(stock)
+    def counted(self, batch):
+        calls.append(len(batch))
+        return stock(self, batch)
+
+    monkeypatch.setattr(trainer, "_prepare_inputs", counted)
+    counts = {}
+    for who, pair in classes(method).items():
+        run(tmp_path / who, *pair)
+        counts[who] = list(calls)
+        calls.clear()
+    assert counts["ours"] == counts["stock"] != []
+
+
+def test_a_trainer_is_the_users_while_it_draws(tmp_path):
+    """What a user's function finds on the trainer is what the user has put there, and what it sets stays."""
+    seen = []
+
+    def look(trainer):
+        trainer.looks = getattr(trainer, "looks", 0) + 1
+        functions = trainer.rollout_func is rollout, trainer.reward_funcs == [reward]
+        seen.append((type(trainer), *functions, vars(trainer).keys() & {"_generate", "_log_metric"}))
+
+    def rollout(prompts, trainer):
+        look(trainer)
+        ids = [[5 + row % 9, 6] for row in range(len(prompts))]
+        return {"prompt_ids": [[7]] * len(prompts), "completion_ids": ids, "logprobs": [[-0.5, -0.5]] * len(ids)}
+
+    def reward(completions, **_columns):
+        look(grpo)
+        return tiny.digit_share(completions)
+
+    trainer_class, config_class = classes("GRPO")["ours"]
+    options = {"peft_config": tiny.lora(), "reward": reward, "max_steps": 1}
+    grpo = tiny.trainer(trainer_class, config_class, tmp_path, **options)
+    grpo.rollout_func = rollout
+    grpo.train()
+    assert seen == [(trainer_class, True, True, set())] * 2
+    assert grpo.looks == 2

@@ -151,7 +151,7 @@ def with_gradients_of_its_own(cls):
     return OfNorm
 
 
-def test_a_loss_that_takes_gradients_itself_trains_as_stock_if_each_micro_batch_is_scored_by_itself(tmp_path):
+def test_a_loss_that_takes_gradients_itself_equals_stock_uncut(tmp_path):
     groups = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     updates = []
     for plan in ({"tokens_per_pass": 0}, {"prefix_sharing": "off", "skip_zero_advantage": False}):
@@ -186,7 +186,7 @@ def test_the_start_up_block_names_the_users_method(tmp_path):
     assert "may read every token's values" in line
 
 
-def test_who_overrides_nothing_computes_no_token_of_a_completion_without_advantage(tmp_path):
+def test_completions_without_advantage_are_skipped_by_default(tmp_path):
     _, run = trained(OURS, tmp_path, max_steps=1)
     assert run.state.log_history[0]["tokens/scored_fraction"] < 0.6
 
@@ -239,7 +239,7 @@ def test_an_attribute_that_a_callback_sets_counts_from_then_on(tmp_path, name, p
     assert_as_stock(tmp_path, callback=Set, plan=plan)
 
 
-def test_an_attribute_that_is_set_between_two_micro_batches_counts_from_then_on(tmp_path):
+def test_an_attribute_set_between_micro_batches_counts_at_once(tmp_path):
     """The plan of the step was made before. Rows of a group are in one micro-batch, and groups are as in stock."""
 
     class Set(TrainerCallback):
@@ -302,7 +302,7 @@ def test_the_entropy_is_right_as_soon_as_a_step_has_ended(tmp_path, beta):
     assert read == pytest.approx(logged, abs=5e-4)  # as rounded for the log
 
 
-def test_a_subclass_of_rloo_with_an_entropy_bonus_trains_as_stock(tmp_path):
+def test_an_rloo_subclass_with_an_entropy_bonus_equals_stock(tmp_path):
     """The entropies of a frozen head had no gradient, so the backward failed."""
     updates = []
     for classes in ((trl.RLOOTrainer, trl.RLOOConfig), (EfficientRLOOTrainer, EfficientRLOOConfig)):

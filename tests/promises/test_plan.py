@@ -130,6 +130,33 @@ def test_a_run_that_does_not_fit_gets_lines_with_which_it_does(plan):
     assert status == 0 and "it fits" in printed
 
 
+def test_a_warning_of_too_few_positions_names_the_prompt_that_it_assumes(plan):
+    """And with which option another prompt is planned; a prompt that the user names is no assumption."""
+
+    def warning(*words: str) -> str:
+        _, printed = plan("--hardware", "80GB", *words, max_position_embeddings=300)
+        return next(line for line in printed.splitlines() if line.startswith("warning: "))
+
+    assert "prompts of 256 tokens (assumed; --prompt_tokens changes it)" in warning()
+    named = warning("--prompt_tokens", "100")
+    assert "prompts of 100 tokens" in named and "assumed" not in named
+
+
+def test_a_recipe_of_dpo_plans_before_it_trains(tmp_path, monkeypatch):
+    """With the longest of its prompts; the planned peak is among its metrics."""
+    monkeypatch.chdir(tmp_path)
+    save_recipe_files(tmp_path)
+    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(8)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    not_of_dpo = ("--dataset", "--held_out", "--num_generations")
+    words = [word for i, word in enumerate(TINY) if not {word, TINY[i - 1]} & set(not_of_dpo)]
+    status, text = run("dpo", *words, "--pairs", "pairs.jsonl", "--max_length", "16", "--logging_steps", "1")
+    assert status == 0, text
+    assert "memory was not planned" not in text
+    history = json.loads(Path("run/metrics.json").read_text())["history"]
+    assert any(entry.get("memory/planned_mib", 0) > 0 for entry in history)
+
+
 def test_a_run_shows_its_planned_peak_next_to_the_measured_ones(tmp_path, monkeypatch):
     """In the metrics of its steps, and in its page."""
     monkeypatch.chdir(tmp_path)

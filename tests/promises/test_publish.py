@@ -34,7 +34,7 @@ def save_adapter(folder: str, padded_to: int | None = None, **settings) -> torch
 
 
 @pytest.mark.parametrize("padded_to", [64, 128])
-def test_an_adapter_with_embedding_and_head_that_were_padded_is_merged(padded_to):
+def test_an_adapter_with_padded_embedding_and_head_is_merged(padded_to):
     """They have more rows than the tokenizer has tokens."""
     expected = save_adapter("adapter", padded_to, modules_to_save=["embed_tokens", "lm_head"])
     status, text = run("merge", "--adapter", "adapter", "--output", "merged")
@@ -55,7 +55,7 @@ def test_another_base_than_the_adapters_is_named_before_the_work():
     assert "warning" not in run("merge", "--adapter", "adapter", "--base", "./base", "--output", "again")[1]
 
 
-def test_publish_prints_what_a_reader_will_see_and_that_its_check_passed():
+def test_publish_prints_what_a_reader_will_see():
     lora = ["--use_peft", "true", "--lora_target_modules", "q_proj", "--license", "mit", "--data_license", "cc0-1.0"]
     status, text = run("grpo", *TINY, *lora)
     assert status == 0, text

@@ -14,7 +14,7 @@ THINKS = (
 )
 
 
-def test_the_options_of_the_chat_template_reach_training_accuracy_plan_and_card(tmp_path, monkeypatch):
+def test_chat_template_options_reach_training_accuracy_and_card(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_recipe_files(tmp_path)
     tokenizer = character_tokenizer()

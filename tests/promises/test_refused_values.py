@@ -94,7 +94,7 @@ def test_values_of_a_recipe(words):
     assert VALUES[words] in refusal("grpo", *TINY, *words.split())
 
 
-def test_a_prompt_template_takes_columns_and_keeps_what_is_meant_as_text():
+def test_a_prompt_template_takes_columns_and_doubled_braces():
     rows = [{"problem": f"{i}+1=", "answer": i + 1, "level": i} for i in range(9)]
     Path("levels.jsonl").write_text("\n".join(map(json.dumps, rows)))
     template = r"{level} {question} \boxed{answer} {{level}}"

@@ -36,7 +36,7 @@ def scores(completions, **columns):
 @pytest.mark.parametrize(
     ("cls", "config", "reward"), [(*TRAINERS[0], one_number), (*TRAINERS[1], Texts())], ids=["async", "an object"]
 )
-def test_one_number_and_texts_are_refused_by_the_name_of_the_function(tmp_path, cls, config, reward):
+def test_a_reward_of_one_number_or_of_texts_is_refused_by_name(tmp_path, cls, config, reward):
     with pytest.raises(UserError) as raised:
         trainer(cls, config, tmp_path, peft_config=lora(), reward=[scores, reward], max_steps=1).train()
     assert f"the reward function {reward.__name__} returned" in str(raised.value) and "0.5" in str(raised.value)
@@ -50,7 +50,7 @@ def test_the_first_batch_without_a_value_names_the_function(tmp_path, caplog, cl
 
 
 @pytest.mark.parametrize(("cls", "config"), TRAINERS)
-def test_a_script_whose_rewards_never_had_a_value_ends_with_a_line(tmp_path, caplog, cls, config):
+def test_a_script_without_any_reward_ends_with_a_line(tmp_path, caplog, cls, config):
     def last_line(*rewards) -> str:
         caplog.clear()
         trainer(cls, config, tmp_path, peft_config=lora(), reward=list(rewards), max_steps=2).train()

@@ -65,7 +65,7 @@ def test_an_argument_that_trl_does_not_have_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("cls", [EfficientGRPOConfig, EfficientRLOOConfig])
-def test_a_batch_without_whole_groups_has_the_names_of_the_fields_that_were_set(tmp_path, cls):
+def test_a_batch_without_whole_groups_names_the_fields_set(tmp_path, cls):
     with pytest.raises(ValueError, match=r"per_device_train_batch_size 10 × gradient_accumulation_steps 1\)"):
         config(cls, tmp_path, per_device_train_batch_size=10)
     with pytest.raises(ValueError, match=r"^generation_batch_size \(16\)"):

@@ -88,7 +88,7 @@ def held_in_an_object(layer):
 
 
 @pytest.mark.parametrize("hold", [held_in_a_default_argument, held_in_a_keyword_default, held_in_an_object])
-def test_the_first_step_of_a_model_whose_forwards_mix_tokens_is_stocks(hold):
+def test_the_first_step_of_a_token_mixing_model_is_stocks(hold):
     """The comparison of the first pass left its gradients in those of the run: 9 to 13% of the first step."""
     stock, ours = models()
     for model in (stock, ours):
@@ -97,7 +97,7 @@ def test_the_first_step_of_a_model_whose_forwards_mix_tokens_is_stocks(hold):
     assert_equal_steps(stock, ours, group(1))
 
 
-def test_a_forward_of_a_modules_class_that_is_replaced_later_is_noticed(monkeypatch):
+def test_a_class_forward_that_is_replaced_later_is_noticed(monkeypatch):
     stock, ours = models()
     assert_equal_steps(stock, ours, group(1))
     mlp_class = type(stock.model.layers[0].mlp)
@@ -116,7 +116,7 @@ def test_rotary_tables_that_are_replaced_later_are_noticed():
     assert_equal_steps(stock, ours, group(2))
 
 
-def test_verify_finds_nothing_in_a_right_model_and_changes_nothing():
+def test_verify_of_a_right_model_finds_and_changes_nothing():
     _, ours = models()
     step(ours, group(1))
     before = [(parameter.grad, parameter.grad.clone()) for parameter in ours.parameters()]
@@ -152,7 +152,7 @@ class Rows(torch.utils.data.Dataset):
         return {name: x[row] for name, x in self.batch.items()}
 
 
-def test_the_first_step_of_a_shared_trainer_logs_how_many_tokens_it_computes(tmp_path, caplog):
+def test_the_first_step_of_a_shared_trainer_logs_its_tokens(tmp_path, caplog):
     stock, _ = models()
     arguments = transformers.TrainingArguments(
         output_dir=tmp_path,

@@ -1,4 +1,7 @@
-"""What a script's run does with the process and the folder that it starts in."""
+"""What a script's run does with the process and the folder that it starts in.
+
+Covers `trainers/saving/running.py`.
+"""
 
 import logging
 import subprocess

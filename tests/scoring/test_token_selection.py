@@ -105,7 +105,7 @@ def standardised_error(full, estimates):
 
 
 @pytest.mark.parametrize("name", ["uniform", "prefix_cut", "s_grpo_capped"])
-def test_horvitz_thompson_gradient_is_unbiased_and_a_wrong_weight_shows(name):
+def test_the_horvitz_thompson_gradient_is_unbiased(name):
     full, estimates = gradients_over_draws(ESTIMATORS[name])
     error, dimensions = standardised_error(full, estimates)
     # Mean of `dimensions` chi-squares with one degree each.
@@ -165,7 +165,7 @@ def test_prefix_cut_keeps_the_expected_share():
         assert abs(shares.mean() - rate) < 0.0051 + 4 * shares.std() / DRAWS**0.5
 
 
-def test_draws_depend_on_seed_step_micro_step_and_rank_and_leave_the_global_generator_alone():
+def test_draws_depend_on_seed_step_micro_step_and_rank_alone():
     state = torch.get_rng_state()
     keys = [tuple(int(i == one) for i in range(4)) for one in range(5)]
     drawn = [select_tokens(masks(64), "uniform", generator=step_generator(*key)).keep.tolist() for key in keys]

@@ -17,7 +17,7 @@ from trl_fsdp_qlora.tools.small_base import build_small_base, sum_without_carry
 from trl_fsdp_qlora.utils.threads import fit_threads
 
 
-def test_held_out_sums_are_never_trained_on_and_have_their_answers():
+def test_held_out_sums_are_not_trained_on():
     assert [sum_without_carry(*pair) for pair in ((47, 38), (12, 34), (95, 95))] == [75, 46, 180]
     train = read_problems("addition")
     held_out = read_problems("addition", "test")
@@ -49,7 +49,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_a_small_model_takes_one_thread_and_a_larger_one_what_there_is(two_threads, tmp_path, monkeypatch):
+def test_a_small_model_takes_one_thread_and_a_larger_one_all(two_threads, tmp_path, monkeypatch):
     fit_threads(torch.nn.Linear(1, 10_000_000, bias=False))
     assert torch.get_num_threads() == 2
     with torch.device("meta"):
@@ -60,7 +60,7 @@ def test_a_small_model_takes_one_thread_and_a_larger_one_what_there_is(two_threa
     assert torch.get_num_threads() == 1
 
 
-def test_the_base_is_built_by_its_command_and_has_learned_something(tmp_path, monkeypatch):
+def test_the_commands_base_has_learned_something(tmp_path, monkeypatch):
     monkeypatch.setattr(small_base, "SFT_STEPS", 2)
     folder = tmp_path / "base"
     monkeypatch.setattr("sys.argv", [])
@@ -79,7 +79,7 @@ def test_the_base_is_built_by_its_command_and_has_learned_something(tmp_path, mo
         build_small_base(folder)
 
 
-def test_the_command_that_trains_it_names_a_recipe_and_its_options(tmp_path, monkeypatch, capsys):
+def test_the_training_command_names_a_recipe_and_its_options(tmp_path, monkeypatch, capsys):
     page = script("small_base")
     monkeypatch.setattr("sys.argv", ["small_base.py", str(tmp_path)])
     page.main()

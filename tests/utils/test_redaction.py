@@ -1,3 +1,5 @@
+"""Secrets and machine paths are left out of what a run writes; everything else stays."""
+
 import shlex
 
 import pytest
@@ -43,7 +45,7 @@ ORDINARY = [
 ]
 
 
-def test_a_secret_in_a_dictionary_or_a_list_is_none_and_the_rest_stays():
+def test_a_secret_in_a_dictionary_or_a_list_is_left_out():
     nested = {"headers": [{"hf_token": "x", "accept": "json"}], "api_key": "x", "eos_token": "</s>"}
     kept = {"headers": [{"hf_token": None, "accept": "json"}], "api_key": None, "eos_token": "</s>"}
     written = without_secrets({"vllm_engine_kwargs": nested, "sizes": (1, {2})})

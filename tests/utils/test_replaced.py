@@ -1,3 +1,5 @@
+"""replaced: a value is another one in its block, and what was there before is there afterwards."""
+
 import sys
 from pathlib import Path
 
@@ -109,7 +111,7 @@ def test_an_object_that_forwards_its_lookups_forwards_again():
     assert thing.method() == "method"
 
 
-def test_a_module_gets_its_functions_back_after_an_exception_and_in_nested_blocks():
+def test_values_are_restored_after_exceptions_and_nested_blocks():
     module = sys.modules["pathlib"]
     with pytest.raises(ValueError), replaced(module, Path=1):
         with replaced(module, Path=2):

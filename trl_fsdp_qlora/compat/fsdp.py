@@ -5,7 +5,7 @@ They are imported when used, so that another release of torch fails only for use
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -88,14 +88,26 @@ def plain_name(name: str) -> str:
 @contextmanager
 def fsdp_reduces(model: nn.Module) -> Iterator[None]:
     """In the block FSDP2 reduces the gradients of a backward, also inside of accelerate's `no_sync`."""
-    with ExitStack() as stack:
-        for group in param_groups(model):
-            stack.enter_context(replaced(group, reduce_grads=True, all_reduce_grads=True))
+    # A model that is not sharded has no groups. Accelerate's `no_sync` sets all groups alike.
+    before = all(group.reduce_grads for group in param_groups(model))
+    try:
+        _set_gradient_sync(model, True)
         yield
+    finally:
+        _set_gradient_sync(model, before)
+
+
+def _set_gradient_sync(model: nn.Module, reduces: bool) -> None:
+    for unit, _ in units(model):
+        unit.set_requires_gradient_sync(reduces, recurse=False)
 
 
 def ddp_reduces(model: DistributedDataParallel) -> AbstractContextManager:
-    """The backward of a forward in the block reduces gradients, which DDP decides in the forward."""
+    """The backward of a forward in the block reduces gradients, which DDP decides in the forward.
+
+    DDP has `no_sync`, and nothing for one forward inside of it that has to synchronise. Accelerate's
+    `trigger_sync_in_backward` is for a backward whose forward has run already, and needs all parameters to be used.
+    """
     return replaced(model, require_backward_grad_sync=True)
 
 
@@ -114,6 +126,7 @@ def trained_head_in_root(model: nn.Module) -> AbstractContextManager:
     Accelerate puts the head into a unit with the final norm. It does not find the norm inside an adapter, so the head
     gets a unit of its own. TRL's fused head and this package's read the weight without calling the head, so only
     `full_tensor` gathers such a unit, and the head's gradient is then that of this rank's completions alone.
+    Accelerate has no option against the unit: `ignored_modules` would leave the head whole on every rank.
     """
     if not isinstance(model, PreTrainedModel) and not is_peft(model):
         return nullcontext()
@@ -129,10 +142,11 @@ def trained_head_in_root(model: nn.Module) -> AbstractContextManager:
 def plugin_in_full_precision(
     plugin: FullyShardedDataParallelPlugin, reduce_dtype: torch.dtype | None = None
 ) -> AbstractContextManager:
-    """Change settings of the plugin for which accelerate has no option, while `prepare` runs inside the block.
+    """Change settings of the launch's plugin while `prepare` runs inside the block.
 
     Accelerate's own policy rounds the outputs of modules (log-probabilities among them) and the gradients that are
-    summed over the ranks to the compute dtype: 8 bits in bfloat16, compared with DDP's 24.
+    summed over the ranks to the compute dtype: 8 bits in bfloat16, compared with DDP's 24. `prepare` takes no plugin:
+    it reads accelerate's state, which is that of the process, and so of every other trainer in it.
 
     Args:
         plugin: of the launch.
@@ -153,10 +167,13 @@ def plugin_in_full_precision(
 def head_on_device(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Let TRL's fused LM head find its weight on the device although the shards are offloaded.
 
-    The fused head computes on the device of its weight. If that is the host, the device's collectives refuse the
-    results.
+    The fused head computes on the device of its weight, which it gets by this method of the model in every call. If
+    that is the host, the device's collectives refuse the results.
+
+    Args:
+        model: sharded by FSDP2.
     """
-    plugin = accelerator.state.fsdp_plugin if isinstance(model, FSDPModule) else None
+    plugin = accelerator.state.fsdp_plugin
     if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         yield
         return

@@ -2,7 +2,7 @@
 
 Torch multiplies bfloat16 on these GPUs, but refuses `torch.addmm` of bf16 operands with `out_dtype=torch.float32`,
 which the backward of TRL's LM head calls. On devices other than CUDA, TRL casts the operands first; this module makes
-TRL do the same on these GPUs.
+TRL do the same on these GPUs, for which it has no option.
 """
 
 from collections.abc import Iterator

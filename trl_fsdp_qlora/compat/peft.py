@@ -57,7 +57,10 @@ def looks_beyond_tokens(model: nn.Module) -> str | None:
 
 
 def card_written_by(model: nn.Module, write: Callable[[str], None]) -> AbstractContextManager:
-    """In the block PEFT calls `write` with the folder of an adapter instead of writing its own card of it."""
+    """In the block PEFT calls `write` with the folder of an adapter instead of writing its own card of it.
+
+    `save_pretrained` has no argument for it, and changes a card that is there already.
+    """
     if not is_peft(model):
         return nullcontext()
     return replaced(model, create_or_update_model_card=write)

@@ -1,12 +1,11 @@
-"""Undocumented parts of transformers: names and classes of models, reading an optimizer, names of attention kernels.
+"""Undocumented parts of transformers: names and classes of models, names of attention kernels, checkpointing, experts.
 
-`generation.py` has those of `generate`.
+`transformers_generation.py` has those of `generate`.
 """
 
 import inspect
 import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,22 +104,9 @@ def name_without_flash(name: str) -> str:
     return re.sub(r"[^\w]", "_", name.replace("flash", "fa"))
 
 
-@contextmanager
-def attention_named(config: PretrainedConfig, name: str) -> Iterator[None]:
-    """Set the attention implementation in `config` to `name` inside the block."""
-    registered = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = registered
-
-
-def loading_no_optimizer() -> AbstractContextManager:
-    """Let transformers' own `_load_optimizer_and_scheduler` do nothing inside the block; a subclass's still runs."""
-    from transformers import Trainer  # which imports PEFT and datasets
-
-    return replaced(Trainer, _load_optimizer_and_scheduler=lambda trainer, checkpoint: None)
+def attention_named(config: PretrainedConfig, name: str) -> AbstractContextManager:
+    """In the block `config` has the attention implementation `name`, which transformers' functions look up there."""
+    return replaced(config, _attn_implementation=name)
 
 
 def has_accelerator() -> bool:

@@ -45,8 +45,9 @@ _CHUNKS_CONTINUE = Version(transformers.__version__) >= Version("5.21")
 # The libraries' methods, as of the import of this module. A model may have other ones, by its class, by an attribute
 # of the object, or by a patch of `GenerationMixin`. Our loop replaces `_sample`, so a model with its own `_sample`
 # keeps that.
+_GENERATING = (GenerationMixin, PeftModel, PeftModelForCausalLM, PeftModelForSeq2SeqLM)
 _LIBRARY_METHODS = {
-    "generate": [each.generate for each in (GenerationMixin, PeftModel, PeftModelForCausalLM, PeftModelForSeq2SeqLM)],
+    "generate": [cls.generate for cls in _GENERATING],
     "_sample": [GenerationMixin._sample],
 }
 
@@ -57,7 +58,7 @@ def foreign_generation(model: nn.Module) -> str | None:
         method = _without_fsdp(getattr(model, name))
         # The library's methods are bound; anything without a `__func__` is not the library's.
         function = method.__func__ if inspect.ismethod(method) else None
-        if not any(function is each for each in library_methods):
+        if not any(function is of_library for of_library in library_methods):
             return f"{type(model).__name__}.{name}"
     return None
 
@@ -143,15 +144,11 @@ def prepares_inputs_itself(model: PreTrainedModel) -> bool:
     return type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
 
 
-def drawing_one_token(config: GenerationConfig) -> AbstractContextManager[None]:
-    """A block in which whoever draws by `config`, also TRL's own loop with its trainer's config, draws one token."""
-    return replaced(config, max_new_tokens=1)
-
-
 def without_copy(layer: "LoraLayer", name: str, variant: "LoraVariant") -> AbstractContextManager[None]:
     """A block in which a 4-bit `layer` adds its adapter `name` by `variant`, in place, to the base's output.
 
-    PEFT's forward of such a layer copies the base's output for a backward, also if there is none.
+    PEFT's forward of such a layer copies the base's output for a backward, also if there is none. It does so before it
+    asks for the variant, and has no option against it.
 
     Args:
         variant: its `forward` returns the base's output plus the adapter's part.

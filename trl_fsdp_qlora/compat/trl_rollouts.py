@@ -8,14 +8,14 @@ import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
 from packaging.version import Version
 
 from ..errors import UserError
-from ..utils.replaced import replaced
+from ..utils.substitute import Substitute
 from . import trl as trls
 from .signatures import module_of
 
@@ -33,12 +33,9 @@ COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
 # Ours: for each episode its rows, if any episode has several (`trainers/step/rows.py`).
 ROWS = "rows"
 IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
-# TRL's metrics of these ratios.
-SAMPLING_METRICS = (
-    "sampling/sampling_logp_difference/mean",
-    "sampling/sampling_logp_difference/max",
-    *(f"sampling/{IMPORTANCE_RATIO}/{figure}" for figure in ("min", "mean", "max")),
-)
+# TRL's metrics of the log-probabilities of vLLM and of the policy, and of these ratios.
+DIFFERENCE_METRICS = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")
+RATIO_METRICS = tuple(f"sampling/{IMPORTANCE_RATIO}/{figure}" for figure in ("min", "mean", "max"))
 # Metrics that TRL averages over all tokens of the loss: those of scored tokens, and those of learning completions.
 SCORED_MEANS = ("entropy",)
 LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
@@ -55,12 +52,35 @@ _OF_SHUFFLING = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
 
 
 def with_names(method: types.MethodType, **names: object) -> types.MethodType:
-    """A copy of a bound method that finds `names` in the place of those in its module; no other caller sees them."""
-    function = inspect.unwrap(method)
-    function = getattr(function, "__func__", function)
-    names = {**function.__globals__, **names}
-    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    return types.MethodType(copy, method.__self__)
+    """A copy of a bound method that finds `names` in the place of those in its module; no other caller sees them.
+
+    What decorates the method decorates the copy, if the decorator's function holds the decorated one in its closure.
+    """
+    function: Any = getattr(method, "__func__", method)
+    return types.MethodType(_function_with_names(function, names), method.__self__)
+
+
+def _function_with_names(function: types.FunctionType, names: dict[str, object]) -> types.FunctionType:
+    decorated = vars(function).get("__wrapped__")
+    if decorated is None:
+        return _copy_of(function, {**function.__globals__, **names}, function.__closure__)
+    inner = _function_with_names(decorated, names)
+    cells = function.__closure__ or ()
+    if not any(cell.cell_contents is decorated for cell in cells):
+        return inner
+    closure = tuple(types.CellType(inner) if cell.cell_contents is decorated else cell for cell in cells)
+    return _copy_of(function, function.__globals__, closure)
+
+
+def _copy_of(function: types.FunctionType, module: dict, closure: tuple | None) -> types.FunctionType:
+    copy = types.FunctionType(function.__code__, module, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def reads(method: Callable, name: str) -> bool:
+    """Whether a method, behind its decorators, reads `name` of its module."""
+    return name in inspect.unwrap(method).__code__.co_names
 
 
 def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: types.MethodType) -> types.MethodType:
@@ -72,7 +92,7 @@ def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: types.MethodTy
     Args:
         prepare_inputs: the bound method.
     """
-    if "shuffle_sequence_dict" not in inspect.unwrap(prepare_inputs).__code__.co_names:
+    if not reads(prepare_inputs, "shuffle_sequence_dict"):
         logger.warning_once(
             "Rows are shuffled one by one, as in stock TRL, and not by group: this TRL has no shuffle_sequence_dict"
         )
@@ -125,40 +145,15 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
     """TRL's rewards of R completions by K functions, `(R, K)`, of this rank alone and not logged.
 
     TRL itself gathers the rewards at the end.
+
+    Raises:
+        MissingName: this TRL gathers them by another name.
     """
-    from trl.trainer import grpo_trainer
-
-    unlogged = replaced(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
-    with replaced(grpo_trainer, gather=lambda rewards: rewards), unlogged:
-        return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
-
-
-def with_own_template(trainer: GRPOTrainer) -> AbstractContextManager[None]:
-    """A block in which TRL renders by the tokenizer's own chat template, and not by TRL's for training."""
-    return replaced(trainer, chat_template=None)
-
-
-def generating_by(trainer: GRPOTrainer, generate: Callable[..., tuple]) -> AbstractContextManager[None]:
-    """A block in which TRL's generation of a batch calls `generate` in place of `_generate`.
-
-    A method of a subclass does not run either: `generate` returns what it has drawn already, or calls it.
-    """
-    return replaced(trainer, _generate=generate)
-
-
-def weighing(trainer: GRPOTrainer, weighs: bool) -> AbstractContextManager[None]:
-    """A block in which TRL's generation of a batch computes importance weights of vLLM's samples, or none."""
-    return replaced(trainer, vllm_importance_sampling_correction=weighs)
-
-
-def with_rollout_func(trainer: GRPOTrainer, rollout_func: Callable) -> AbstractContextManager[None]:
-    """A block in which TRL draws by `rollout_func`; the trainer's attribute is the user's function otherwise."""
-    return replaced(trainer, rollout_func=rollout_func)
-
-
-def with_environments(trainer: GRPOTrainer, pool: dict) -> AbstractContextManager[None]:
-    """A block in which TRL resets the environments of `pool`, in place of the trainer's."""
-    return replaced(trainer, _environment_pool=pool)
+    unlogged = Substitute(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
+    calculate = types.MethodType(trls.GRPOTrainer._calculate_rewards, unlogged)
+    if not reads(calculate, "gather"):
+        raise trls.MissingName(f"this TRL gathers rewards otherwise, which stage 1 of A*-PO needs: {trls.INSTALL}")
+    return with_names(calculate, gather=lambda rewards: rewards)(rows, prompts, completions, ids)
 
 
 def log_rollout(trainer: GRPOTrainer, rollout: dict, episodes: tuple) -> None:
@@ -168,25 +163,9 @@ def log_rollout(trainer: GRPOTrainer, rollout: dict, episodes: tuple) -> None:
         rollout: what a `rollout_func` returns.
         episodes: what `_tool_call_loop` returns.
     """
-    drawn = {"rollout_func": lambda *_: rollout, "_tool_call_loop": lambda *_: episodes}
+    drawn = Substitute(trainer, rollout_func=lambda *_: rollout, _tool_call_loop=lambda *_: episodes)
     texts = [""] * len(rollout["completion_ids"])
-    with replaced(trainer, **drawn):
-        trls.GRPOTrainer._generate(trainer, texts)
-
-
-def with_turns_by(trainer: GRPOTrainer, generate: Callable[..., tuple]) -> AbstractContextManager[None]:
-    """A block in which TRL's loop over turns calls `generate` in place of `_generate_single_turn`."""
-    return replaced(trainer, _generate_single_turn=generate)
-
-
-def with_tools(trainer: GRPOTrainer, tools: dict[str, list[dict[str, Callable]]]) -> AbstractContextManager[None]:
-    """A block in which TRL's loop over turns calls other tools, by the trainer's attributes that hold them."""
-    return replaced(trainer, **tools)
-
-
-def rewarding_with(trainer: GRPOTrainer, functions: list) -> AbstractContextManager[None]:
-    """A block in which TRL's `_calculate_rewards` calls `functions` in place of the trainer's `reward_funcs`."""
-    return replaced(trainer, reward_funcs=functions)
+    trls.GRPOTrainer._generate(drawn, texts)
 
 
 def has_response_format(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -20,7 +20,8 @@ class Seam(NamedTuple):
 
     Attributes:
         of: the trainers that have it.
-        use: what is done with it.
+        use: what is done with it; `"substituted"` if a method of TRL's finds another value of it, see
+            [`trl_fsdp_qlora.utils.substitute.Substitute`].
         without: what is off without it, while TRL's own code runs; empty if nothing can be trained without it.
     """
 
@@ -45,21 +46,21 @@ METHODS = {
     "compute_ref_log_probs": Seam("DPO", "override", "packed rows in precomputed reference passes"),
 }
 ATTRIBUTES = {
-    "_async_tool_dicts": Seam("GRPO", "replaced", "tool_timeout"),
+    "_async_tool_dicts": Seam("GRPO", "substituted", "tool_timeout"),
     "_buffered_inputs": Seam("GRPO RLOO", "read, written"),
     "_dist": Seam("GRPO RLOO", "read"),
-    "_environment_pool": Seam("GRPO", "read, replaced", "environments with rollouts_ahead"),
+    "_environment_pool": Seam("GRPO", "read, substituted", "environments with rollouts_ahead"),
     "_image_pad_token_id": Seam("GRPO", "read", "images that tools return"),
     "_last_loaded_step": Seam("GRPO RLOO", "read, written", "vLLM's draws outside of training"),
-    "_log_completion_extra": Seam("GRPO", "replaced", "A*-PO's estimates of values"),
-    "_log_metric": Seam("GRPO", "replaced", "A*-PO's estimates of values"),
+    "_log_completion_extra": Seam("GRPO", "substituted", "A*-PO's estimates of values"),
+    "_log_metric": Seam("GRPO", "substituted", "A*-PO's estimates of values"),
     "_logs": Seam("GRPO RLOO", "read"),
     "_metrics": Seam("GRPO RLOO DPO", "read"),
     "_pending_extra_logs": Seam("GRPO", "read", "dynamic_sampling"),
     "_pending_metrics": Seam("GRPO", "read", "log_metric in draws of rollouts_ahead"),
     "_step": Seam("GRPO RLOO", "read, written"),
-    "_sync_tool_dicts": Seam("GRPO", "replaced", "tool_timeout"),
-    "_tokenizer": Seam("GRPO RLOO", "read, replaced", "a tokenizer for each thread, with rollouts_ahead"),
+    "_sync_tool_dicts": Seam("GRPO", "substituted", "tool_timeout"),
+    "_tokenizer": Seam("GRPO RLOO", "read, substituted", "a tokenizer for each thread, with rollouts_ahead"),
     "async_loop": Seam("GRPO", "read", "closing environments by a coroutine, with rollouts_ahead"),
     "aux_loss_enabled": Seam("GRPO RLOO DPO", "read, written"),
     "environments": Seam("GRPO", "read, written", "environments with rollouts_ahead"),

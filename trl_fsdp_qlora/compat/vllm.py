@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from trl.trainer import grpo_trainer
 
 from ..utils.replaced import replaced
+from .trl import INSTALL, MissingName
+from .trl_rollouts import reads, with_names
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -49,22 +52,35 @@ def trl_starts(make_engine: Callable[..., VLLMGeneration] | None, engine_kwargs:
 
 
 def _start_trls_own(stock: type[VLLMGeneration], engine_kwargs: EngineArguments, **options) -> VLLMGeneration:
-    with llm_with(engine_kwargs(options["model"], options["accelerator"])):
-        return stock(**options)
+    further = engine_kwargs(options["model"], options["accelerator"])
+
+    class WithFurtherArguments(stock):
+        """TRL's engine with further arguments of `vllm.LLM`."""
+
+        def _init_vllm(self) -> None:
+            init_with(super()._init_vllm, further)
+
+    return WithFurtherArguments(**options)
 
 
-def llm_with(further: dict[str, object], wrap: Callable[[LLM], object] = lambda llm: llm) -> AbstractContextManager:
-    """A context in which TRL's engine makes `vllm.LLM` with `further` arguments, which take precedence.
+def init_with(
+    init_vllm: MethodType, further: dict[str, object], wrap: Callable[[LLM], object] = lambda llm: llm
+) -> None:
+    """Call `init_vllm`, of TRL's engine, which makes `vllm.LLM` with `further` arguments; these take precedence.
 
-    `wrap` returns what the engine uses in its place.
+    `wrap` returns what the engine uses in the place of the `LLM`.
+
+    Raises:
+        MissingName: `init_vllm` makes no `LLM` itself.
     """
+    if not reads(init_vllm, "LLM"):
+        raise MissingName(f"this TRL starts vLLM otherwise, which its options need: {INSTALL}")
     from trl.generation import vllm_generation
 
-    start = getattr(vllm_generation, "LLM", None)  # exists only if vLLM is installed
-    if start is None:
-        return nullcontext()
+    def start(**of_trl: object) -> object:
+        return wrap(vllm_generation.LLM(**(of_trl | further)))
 
-    return replaced(vllm_generation, LLM=lambda **trls: wrap(start(**(trls | further))))
+    with_names(init_vllm, LLM=start)()
 
 
 @contextmanager

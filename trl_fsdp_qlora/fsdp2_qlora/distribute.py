@@ -196,8 +196,8 @@ class BaseBytes:
         packed = f"{self.quantized_local / mib:.2f} of {self.quantized_full / mib:.2f} MiB on this rank"
         ratio = f"ratio {self.ratio:.3f} on {self.world_size} ranks"
         state = f"quantization state is {self.state_full / self.quantized_full:.1%} of it"
-        others = f"{self.other_local / mib:.2f} of {self.other_full / mib:.2f} MiB"
-        return f"4-bit base: {packed} ({ratio}; {state}); other frozen weights: {others}"
+        further = f"{self.other_local / mib:.2f} of {self.other_full / mib:.2f} MiB"
+        return f"4-bit base: {packed} ({ratio}; {state}); other frozen weights: {further}"
 
 
 def measure_base(model: nn.Module, world_size: int) -> BaseBytes:

@@ -26,8 +26,8 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
 
     For other models under FSDP2 it only keeps the modules' outputs in full precision.
 
-    Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, whatever
-    `bnb_4bit_quant_storage` and the mixed precision are. Ranks whose model is on the meta device (see
+    Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, for
+    any `bnb_4bit_quant_storage` and mixed precision. Ranks whose model is on the meta device (see
     [`load_quantized_base`]) receive their shards from the first rank of their replica; other ranks shard their own
     copy. Adapters start as copies of rank 0's. Then each rank's bytes are measured and logged.
 

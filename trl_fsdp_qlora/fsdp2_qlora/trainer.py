@@ -19,13 +19,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..compat.fsdp import head_on_device
-from ..compat.transformers import loading_no_optimizer
 from .launch_checks import is_fsdp2_launch
 
 
 def has_sharded_adapter(model: nn.Module) -> bool:
-    """Whether `model` is a PEFT model under FSDP2. Such a model saves an adapter, whatever its base is."""
+    """Whether `model` is a PEFT model under FSDP2. Such a model saves an adapter, for any base."""
     return isinstance(model, FSDPModule) and isinstance(model, PeftModel)
 
 
@@ -72,6 +70,10 @@ class ShardedQLoRAMixin(_Trainer):
         return super().training_step(model, *args, **kwargs)
 
     def compute_loss(self, *args, **kwargs):
+        if not isinstance(self.model, FSDPModule):
+            return super().compute_loss(*args, **kwargs)
+        from ..compat.fsdp import head_on_device
+
         with head_on_device(self.model, self.accelerator):
             return super().compute_loss(*args, **kwargs)
 
@@ -139,6 +141,7 @@ class ShardedQLoRAMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not has_sharded_adapter(self.model):
             return super()._load_optimizer_and_scheduler(checkpoint)
+        from ..utils.files import links_without
         from .adapters import load_optimizer
 
         optimizer = Path(checkpoint) / OPTIMIZER_NAME
@@ -146,9 +149,10 @@ class ShardedQLoRAMixin(_Trainer):
         if optimizer.is_file() and schedule.is_file():  # otherwise both start from nothing, as in transformers
             load_optimizer(self.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
-        # TRL's own method restores its other states, such as its entropy controller.
-        with loading_no_optimizer():
-            super()._load_optimizer_and_scheduler(checkpoint)
+        # TRL's own method restores its other states, such as its entropy controller, and calls transformers', which
+        # loads an optimizer if it finds one.
+        with links_without(checkpoint, {OPTIMIZER_NAME, SCHEDULER_NAME}) as folder:
+            super()._load_optimizer_and_scheduler(folder)
 
     def _load_best_model(self) -> None:
         if not has_sharded_adapter(self.model):

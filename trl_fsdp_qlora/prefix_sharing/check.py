@@ -47,7 +47,7 @@ MISSING_BELOW = -0.5
 Pass = Callable[[Batch], ModelOutput]
 
 
-def compare_rows(model: PreTrainedModel, batch: Batch, packed: Pass, stock: Pass) -> list[str]:
+def compare_rows(model: PreTrainedModel, batch: Batch, packed: Pass, stock: Pass, unit: float) -> list[str]:
     """Compute rows both ways and compare; gradients, too, if they are recorded.
 
     Ranks that compare together all call this. A rank whose packed forward fails still computes its padded rows,
@@ -58,11 +58,11 @@ def compare_rows(model: PreTrainedModel, batch: Batch, packed: Pass, stock: Pass
         batch: the rows.
         packed: computes rows with equal beginnings once.
         stock: computes them as in stock TRL.
+        unit: the [`rounding_unit`] of the model.
 
     Returns:
         What differs, alike on all ranks that compare together.
     """
-    unit = rounding_unit(model, batch.input_ids.device)
     cards = []
     if torch.cuda.is_initialized():
         cards = list(range(torch.cuda.device_count()))

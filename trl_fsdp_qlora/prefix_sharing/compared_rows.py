@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from .batch import Batch, Sequences
-from .check import rounding_unit
 from .forest import sort_by_prefix
 from .packed_model import PackedModel
 from .ranks import reduced_over_ranks
@@ -27,24 +26,23 @@ BEHIND_WINDOW = 512
 
 
 def rows_to_compare(
-    packed_model: PackedModel, batch: Batch, sequences: Sequences, tokens_per_pass: int | None = None
+    packed_model: PackedModel, batch: Batch, sequences: Sequences, unit: float, tokens_per_pass: int | None = None
 ) -> Batch:
     """Returns a few rows of a call, cut to where they are compared; as many on each rank. Collective.
 
     Args:
         packed_model: the model that is compared.
         batch, sequences: the rows of the call, on the device and on the host.
+        unit: the [`check.rounding_unit`] of the model.
         tokens_per_pass: limit on the tokens of a packed row.
     """
-    device = batch.input_ids.device
-    is_half = rounding_unit(packed_model.base, device) > 0
-    most = ROWS_HALF if is_half else ROWS_FP32
+    most = ROWS_HALF if unit else ROWS_FP32
     rows = compared_rows(packed_model, batch, sequences, most, tokens_per_pass)
     compared = shortened(batch.rows(rows), sequences.rows(rows), packed_model.facts.longest_window)
     # Each rank computes as many rows: its own again, if another rank has more. A single row is taken twice, so that
     # something is shared.
     own_count = len(compared.input_ids)
-    (count,) = reduced_over_ranks([max(2, own_count)], device)
+    (count,) = reduced_over_ranks([max(2, own_count)], batch.input_ids.device)
     repeated = np.resize(np.arange(own_count), int(count))
     return replace(compared.rows(repeated), router_loss=False)
 

@@ -24,8 +24,7 @@ from .attention.backends import LAYER_TYPES as ATTENTION
 from .attention.implementation import BASES, implementation_of
 from .dropout import ATTENTION_NAMES, attention_reason
 from .recurrent.known_layers import LAYER_TYPES as RECURRENT
-from .recurrent.known_layers import continues_from_states, recurrent_layers
-from .recurrent.level_by_level import SHORTEST
+from .recurrent.known_layers import SHORTEST_SEGMENT, continues_from_states, recurrent_layers
 from .relative_positions import sees_distances, stock_positions
 
 # Transformers' names for layers of a decoder with both, and with neither.
@@ -61,7 +60,7 @@ class ModelFacts:
         self.mask_names: frozenset[str] = frozenset()
         if attention:
             self.mask_names = frozenset(layer_types(text)) | (ATTENTION | RECURRENT if recurrent else frozenset())
-        self.shortest_segment = SHORTEST if recurrent else 1
+        self.shortest_segment = SHORTEST_SEGMENT if recurrent else 1
         self.position_limit = position_limit(model)
         self.takes_positions = takes_positions(model)
         self.stock_positions = stock_positions(model)

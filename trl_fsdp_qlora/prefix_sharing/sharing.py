@@ -363,7 +363,7 @@ class PromptSharing:
             return passes
         if with_images and is_collective:
             self._packed.images.share(batch)
-        from .check import compare_rows  # needed for the first passes alone
+        from .check import compare_rows, rounding_unit  # needed for the first passes alone
         from .compared_rows import rows_to_compare
 
         with contextlib.ExitStack() as stack:
@@ -371,13 +371,15 @@ class PromptSharing:
             stack.enter_context(torch.set_grad_enabled(has_gradients))
             # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
-            rows = rows_to_compare(self._packed, batch, sequences, call.instructions.tokens_per_pass)
+            unit = rounding_unit(self.base, device)
+            rows = rows_to_compare(self._packed, batch, sequences, unit, call.instructions.tokens_per_pass)
             stack.enter_context(self._packed.images.in_every_forward())
             request.differences = compare_rows(
                 self.base,
                 rows,
                 packed=self._packed.run_alone,
                 stock=call.stock_output,
+                unit=unit,
             )
         return passes
 

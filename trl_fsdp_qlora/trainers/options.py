@@ -78,9 +78,9 @@ class EfficientConfig:
         self.mlp_tokens_per_tile = tile_size(self.mlp_tokens_per_tile)
         for item in fields(self):
             value = vars(self)[item.name]
-            known = item.metadata.get("choices")
-            if known and item.name not in self.STOCK.__dataclass_fields__ and value not in known:
-                raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
+            choices = item.metadata.get("choices")
+            if choices and item.name not in self.STOCK.__dataclass_fields__ and value not in choices:
+                raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
 
     def _take_numpy(self) -> None:
         # With a numpy number as the learning rate, optimizer.pt could be written, but not read again.

@@ -5,7 +5,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,16 @@ def written_whole(path: str | Path) -> Iterator[Path]:
             scratch.unlink()
 
 
+@contextmanager
+def links_without(folder: str | Path, names: Collection[str]) -> Iterator[str]:
+    """In the block there is a folder with links to all that `folder` has, except for `names`; yields its path."""
+    with tempfile.TemporaryDirectory() as links:
+        for path in Path(folder).absolute().iterdir():
+            if path.name not in names:
+                Path(links, path.name).symlink_to(path)
+        yield links
+
+
 def digest(path: str | Path) -> str:
     """XXH3 of a file's bytes: finds damage, not forgery, and costs little next to reading them (docs/runs.md)."""
     hasher = xxhash.xxh3_128()
@@ -99,6 +110,7 @@ def digest(path: str | Path) -> str:
 
 
 def write_json(path: str | Path, content: dict) -> None:
+    """Write a mapping as a JSON file, whole or not at all."""
     with written_whole(path) as scratch:
         scratch.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

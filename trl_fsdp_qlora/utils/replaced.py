@@ -1,7 +1,8 @@
 """An attribute of an object that has another value inside a block.
 
-Libraries read names of their modules, classes and objects for which they have no argument. Only `compat/` and `utils/`
-use this; a contract in `pyproject.toml` names the one other file that does, with its reason.
+Libraries read names of their modules, classes and objects for which they have no argument. Only `compat/` uses this,
+as a contract in `pyproject.toml` checks, and each use has its reason beside it. If one method of the object reads the
+attribute, a `Substitute` does without (`substitute.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,8 +27,8 @@ def replaced(target: object, /, **values: object) -> Iterator[None]:
 
     Example:
 
-        with replaced(trainer, _generate=draw_once):
-            trainer._generate_and_score_completions(rows)
+        with replaced(model, get_output_embeddings=lambda: None):
+            accelerator.prepare(model)
     """
     with ExitStack() as restoring:
         for name, value in values.items():

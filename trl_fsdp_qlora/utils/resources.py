@@ -33,8 +33,8 @@ def accelerate_config(name: str) -> Path:
 
     If there is none, a [`UserError`] names the nearest.
     """
-    known = accelerate_config_names()
-    if name not in known:
-        hint = f"{did_you_mean(name, known)}; there are {', '.join(known)}"
+    names = accelerate_config_names()
+    if name not in names:
+        hint = f"{did_you_mean(name, names)}; there are {', '.join(names)}"
         raise UserError(f"no accelerate config named {name!r}{hint}")
     return resource_folder("accelerate_configs") / f"{name}.yaml"

@@ -16,7 +16,8 @@ def fit_threads(model: torch.nn.Module) -> None:
     parameters took 33 to 49 s with one thread, and 225 to 243 s with two, on two busy cores (dev/LOG.md).
     """
     parameters = list(model.parameters())
-    if all(each.device.type == "cpu" for each in parameters) and sum(each.numel() for each in parameters) < SMALL:
+    is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+    if is_on_cpu and sum(parameter.numel() for parameter in parameters) < SMALL:
         torch.set_num_threads(1)
 
 

@@ -1,7 +1,5 @@
 """A beginning that all prompts have in common is prefilled once: tokens against `generate`'s, and what each forward is
 given.
-
-Covers `engines/decode/completions.py`, `engines/decode/prefill.py`.
 """
 
 import pytest

@@ -22,7 +22,7 @@ def test_inversion_is_the_cumulated_distribution(size):
         assert torch.equal(draw(weights, uniform), inverse(weights, uniform))
 
 
-def test_never_a_token_of_probability_zero_and_broken_rows_are_marked():
+def test_no_token_of_probability_zero_is_drawn():
     for weights in ([0, 0, 1, 0, 0], [0.0] * 300 + [1e-30] + [0.0] * 300, [1.0] + [0.0] * 511 + [1e-12] + [0.0] * 90):
         weights = torch.tensor([weights], dtype=torch.float32)
         for u in (0.0, 0.3, 0.5, 1 - 2**-53):
@@ -73,7 +73,7 @@ def test_completions_are_drawn_from_the_models_distribution(settings):
     assert compared == sum(map(len, drawn)) > 50 and len(set(map(tuple, drawn))) > 8
 
 
-def test_a_rows_draw_does_not_depend_on_which_rows_have_finished_and_repeats_with_its_seed():
+def test_a_rows_draw_is_the_same_with_and_without_other_rows():
     model = build()
     free = generate(model, PROMPTS, sampled(eos_token_id=[63], suppress_tokens=[63]), seed=1)
     ending = generate(model, PROMPTS, sampled(suppress_tokens=[63]), seed=1)

@@ -92,7 +92,7 @@ def drawn(trainer):
     return batch, results[0]
 
 
-def test_a_template_that_keeps_everything_gives_what_append_gives(tmp_path):
+def test_a_template_that_keeps_everything_equals_append(tmp_path):
     batches = []
     for history in ("append", "template"):
         trainer = make_trainer(tmp_path, KEEPS, history=history)
@@ -107,7 +107,7 @@ def test_a_template_that_keeps_everything_gives_what_append_gives(tmp_path):
     assert all(len(rows) == 1 for rows in result[5]["rows"])
 
 
-def test_a_template_that_strips_thinking_begins_a_row_at_each_turn(tmp_path):
+def test_a_stripping_template_begins_a_row_at_each_turn(tmp_path):
     trainer = make_trainer(tmp_path, STRIPS, history="template")
     batch, (prompt_ids, completion_ids, mask, completions, logprobs, extra, *_) = drawn(trainer)
     tokenizer = trainer._tokenizer

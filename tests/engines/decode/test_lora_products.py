@@ -105,7 +105,7 @@ def test_logits_in_16_bits_are_as_near_to_those_in_64_as_pefts(factors):
 
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_token_of_a_lora_model_takes_few_operations_more_than_one_without(family, bits, tmp_path):
+def test_a_token_with_lora_takes_few_operations_more(family, bits, tmp_path):
     """Three for q, k and v on one input and one product each added in place: 4, 2, 3 and 2 of a layer's 7."""
     model = model_of(family, torch.bfloat16, tmp_path / "base" if bits == 4 else None)
     with model.disable_adapter():
@@ -141,7 +141,7 @@ class no_products:
         pass
 
 
-def test_a_second_adapter_of_the_next_rollout_and_a_changed_factor_are_used():
+def test_the_next_rollouts_adapter_and_factors_are_used():
     """Factors are copied for a block; what changes between two blocks counts in the second."""
     model = model_of()
     with joined_products(model):

@@ -135,7 +135,7 @@ def test_off_policy_batches_keep_their_pass(ours_with, changes):
     assert "importance_sampling_ratio" in batch
 
 
-def test_a_trl_with_other_weights_than_those_of_1_16_computes_them_itself(ours_with, monkeypatch):
+def test_a_trl_with_other_weights_than_1_16_computes_them_itself(ours_with, monkeypatch):
     """TRL 1.17 corrects the weights of truncated sampling; the loss's own pass has the formula of 1.16."""
     monkeypatch.setattr(grpo_trainer, "WEIGHS_AS_1_16", False)
     ours = ours_with()

@@ -223,7 +223,7 @@ def tokens_of_tree(rows: list[list[int]]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*environment_factory")
-def test_tools_and_a_common_beginning_are_computed_once_in_training(tmp_path, monkeypatch):
+def test_tools_and_common_beginnings_are_computed_once(tmp_path, monkeypatch):
     """The template shows the tools in front of every prompt; what `reset` appends differs within a group."""
     steps = []
     passes = []

@@ -1,7 +1,4 @@
-"""Turns of an episode: what is kept of a row is not prefilled again, and completions stay those of whole histories.
-
-Covers `engines/decode/cache.py`.
-"""
+"""Turns of an episode: what is kept of a row is not prefilled again, and completions stay those of whole histories."""
 
 import random
 

@@ -221,8 +221,9 @@ def test_greedy_is_pefts_token_for_token(shared_engine, model, request, tmp_path
     # The base alone draws something else, and the engine's stand-in for a model draws the same as the engine.
     alone = EngineModel(engine, policy.generation_config)
     assert sum(a != b for a, b in zip(generate(alone, prompts, config), expected, strict=True)) == ties
-    with engine.without_adapter(), policy.disable_adapter():
-        base_says = generate(alone, prompts, config)
+    base = EngineModel(engine.without_adapter(), policy.generation_config)
+    with policy.disable_adapter():
+        base_says = generate(base, prompts, config)
         assert sum(a != b for a, b in zip(base_says, generate(policy, prompts, config), strict=True)) <= ties + 1
     assert base_says != expected
     engine.temperature = 1.0
@@ -245,7 +246,7 @@ SERVED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SERVED)
-def test_log_probabilities_are_pefts_for_any_settings_that_vllm_reads(shared_engine, base, tmp_path, kind):
+def test_log_probabilities_are_pefts_for_settings_vllm_reads(shared_engine, base, tmp_path, kind):
     """Sampled tokens' log-probabilities, of adapters on some layers and with another scaling."""
     tokenizer, policy, engine = served(base, tmp_path, 0.1, **SERVED[kind])
     if kind == "another name":
@@ -271,7 +272,7 @@ def test_log_probabilities_are_pefts_for_any_settings_that_vllm_reads(shared_eng
     assert sum(of_adapter) / len(of_adapter) > 1e-2
 
 
-def test_equal_prompts_are_drawn_apart_and_again_the_same_and_prefilled_once(shared_engine, base, tmp_path):
+def test_equal_prompts_are_prefilled_once_and_drawn_apart(shared_engine, base, tmp_path):
     from vllm import SamplingParams
 
     tokenizer, policy, engine = served(base, tmp_path, 0.05)

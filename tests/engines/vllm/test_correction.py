@@ -53,7 +53,7 @@ def test_what_is_high_or_has_grown_tenfold_is_named(warned):
     assert [line.split(" by ")[1].split(" nats")[0] for line in warned] == ["0.15", "0.012"]
 
 
-def test_ahead_a_policy_that_moves_far_in_a_generation_is_named_once(warned):
+def test_ahead_a_policy_that_moves_far_is_named_once(warned):
     check = WeightSyncCheck(True, draws_ahead=True)
     for moved in (0.0, *[0.04] * 30):
         check(1000, moved * 1000)
@@ -113,7 +113,7 @@ def trainer_with(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, line", [(None, "as the trainer computes"), ('{"dtype": "float32"}', "vllm_engine_kwargs")]
 )
-def test_the_start_up_block_has_the_dtype_in_which_the_engine_draws(trainer_with, options, line):
+def test_the_start_up_block_has_the_dtype_of_the_engine(trainer_with, options, line):
     assert ("on", f"vLLM draws in float32 ({line})") in trainer_with(vllm_engine_kwargs=options).features()
 
 
@@ -135,7 +135,7 @@ def test_a_good_run_has_the_metric_in_every_step(trainer_with, warned, changes):
     assert not warned and trainer.weight_sync_check.first < 1e-5
 
 
-def test_groups_of_further_prompts_are_asked_for_whole_and_keep_their_log_probabilities(trainer_with):
+def test_further_groups_keep_their_log_probabilities(trainer_with):
     trainer = trainer_with(reward=tiny.even_start, dynamic_sampling=True)
     ask = trainer.vllm_generation.generate
     asked = []

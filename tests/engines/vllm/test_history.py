@@ -86,7 +86,7 @@ class OneByOne:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_each_row_has_the_log_probabilities_of_the_adapter_that_drew_it(server, quantized_base, tmp_path, ahead):
+def test_rows_have_log_probabilities_of_their_own_adapter(server, quantized_base, tmp_path, ahead):
     torch.manual_seed(0)
     base = quantized_base[1]
     reward = OneByOne(base, ahead)

@@ -101,7 +101,7 @@ def test_shared_weights_stay_at_every_level_of_sleep(base, tmp_path, monkeypatch
     assert addresses and llm.adapter is not None and len(tokens) == len(logps) == 20
 
 
-def test_a_vllm_that_moves_its_weights_when_it_sleeps_shares_nothing(monkeypatch):
+def test_a_vllm_that_moves_its_weights_shares_nothing(monkeypatch):
     """As before 0.31; with `auto` that is a line."""
     import vllm
 

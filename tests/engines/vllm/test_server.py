@@ -19,7 +19,7 @@ from trl_fsdp_qlora.tools.evaluation.measurement import Measurement
 pytestmark = pytest.mark.vllm
 
 
-def test_a_run_syncs_generates_and_unloads_and_its_accuracy_is_drawn_by_the_server(server, quantized_base, tmp_path):
+def test_a_server_draws_training_and_accuracy_from_the_policy(server, quantized_base, tmp_path):
     trainer = on_quantized(quantized_base[1], tmp_path, quantized=False, max_steps=3, **on_server(server.url))
     trainer.train()
     assert max(figures(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5
@@ -36,8 +36,9 @@ def test_a_run_syncs_generates_and_unloads_and_its_accuracy_is_drawn_by_the_serv
     greedy = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=[trainer.processing_class.eos_token_id])
     greedy.pad_token_id = trainer.processing_class.pad_token_id
     assert generate(model, ids, greedy) == generate(trainer.model, ids, greedy)
-    with trainer.vllm_generation.without_adapter(), trainer.model.disable_adapter():
-        assert generate(model, ids, greedy) == generate(trainer.model, ids, greedy)
+    base = EngineModel(trainer.vllm_generation.without_adapter(), trainer.model.generation_config)
+    with trainer.model.disable_adapter():
+        assert generate(base, ids, greedy) == generate(trainer.model, ids, greedy)
 
 
 def test_another_model_behind_the_url(server, tmp_path):

@@ -19,13 +19,12 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests import tiny
 from tests.engines.decode.test_decoding import SIZES
 from tests.fsdp2_qlora import tiny as qlora
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientRLOOConfig
-from trl_fsdp_qlora.engines.decode.completions import sampling
 from trl_fsdp_qlora.engines.vllm import adapter_sync, engine, sync_choice
 from trl_fsdp_qlora.engines.vllm.adapter_sync import (
     AdapterVersions,
@@ -88,7 +87,7 @@ def test_choices_by_the_launch_and_choices_that_cannot_be(on_a_gpu, monkeypatch)
         assert choose_sync(args(), LORA, False).mode == "adapter"
 
 
-def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):
+def test_a_stored_quantized_checkpoint_is_seen_by_its_config(tmp_path):
     checkpoint = tiny.save_tiny_model(tmp_path / "base")
 
     def choice(use_vllm=True, **model_init_kwargs):
@@ -340,15 +339,6 @@ def test_an_engine_in_this_process_draws_in_the_trainers_dtype(tmp_path, monkeyp
     assert started(tiny.tiny_model(), "bf16", vllm_engine_kwargs=options).engine_kwargs == options
 
 
-def test_sampling_parameters():
-    common = {"max_new_tokens": 7, "eos_token_id": [2, 5], "pad_token_id": 0}
-    greedy = sampling(GenerationConfig(do_sample=False, **common), None)
-    assert greedy == {"max_tokens": 7, "stop_token_ids": [2, 5], "temperature": 0.0}
-    drawn = sampling(GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, **common), 11)
-    assert (drawn["temperature"], drawn["top_p"], drawn["top_k"], drawn["seed"]) == (0.7, 0.9, 0, 11)
-    assert sampling(GenerationConfig(do_sample=True, **common), 11)["temperature"] == 1.0
-
-
 class Asleep:
     """vLLM's `LLM` before 0.31, which has no `release_kv_cache_memory`: what is copied or drawn needs its memory to be
     there.
@@ -375,7 +365,7 @@ class Asleep:
 
     def generate(self, prompts, lora_request):
         assert self.there == {"weights", "kv_cache"}
-        return lora_request.lora_int_id
+        return None if lora_request is None else lora_request.lora_int_id
 
 
 def test_an_older_vllm_sleeps_with_its_weights_in_host_memory():
@@ -388,5 +378,6 @@ def test_an_older_vllm_sleeps_with_its_weights_in_host_memory():
         for _ in range(2):
             serving.wake_up(tags=["kv_cache"])
             assert serving.generate(["prompt"]) == version
+            assert serving.without_adapter().generate(["prompt"]) is None
             serving.sleep()
             assert older.there == set()

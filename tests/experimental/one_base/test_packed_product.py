@@ -65,7 +65,7 @@ def test_the_engine_multiplies_by_the_trainers_bytes(kind, tmp_path):
     llm, shared = engine_of(policy, tmp_path)
     names = {name.partition(".layers.0.")[2] for name in shared.parameters}
     assert {"self_attn.q_proj.weight", "mlp.gate_proj.weight", "mlp.down_proj.weight"} <= names
-    assert all("norm" in name or "bias" in name for name in shared.own)
+    assert all("norm" in name or "bias" in name for name in shared.not_shared)
     after = storages(policy.get_base_model())
     assert sum(after.values()) == sum(before.values())
     packed = {layer.weight.untyped_storage().data_ptr() for layer in shared.packed.values()}
@@ -82,16 +82,18 @@ def test_what_is_not_a_linear_layer_of_vllms_is_dequantized(tmp_path):
     checkpoint = tiny.make_checkpoint(tmp_path / "model", hidden=128, intermediate=256)
     policy = get_peft_model(tiny.load(checkpoint, llm_int8_skip_modules=["k_proj"]), LoraConfig(r=4)).eval()
     llm, shared = engine_of(policy, tmp_path)
-    dense = {name for name in shared.own if "norm" not in name}
+    dense = {name for name in shared.not_shared if "norm" not in name}
     in_layers = {f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "qv"}
     assert dense == {"lm_head.weight", *in_layers}
-    assert "in another way" in shared.own["lm_head.weight"] and "q_proj.weight: vLLM stacks" in shared.describe()
+    assert (
+        "in another way" in shared.not_shared["lm_head.weight"] and "q_proj.weight: vLLM stacks" in shared.describe()
+    )
     prompt = list(range(5, 15))
     drawn, sampled = drawn_logps(llm, prompt)
     torch.testing.assert_close(sampled, policy_logps(policy, prompt, drawn), rtol=0, atol=1e-4)
 
 
-def test_a_vllm_that_loads_in_another_way_is_an_error_that_names_the_option(tmp_path, monkeypatch):
+def test_a_vllm_that_loads_in_another_way_is_refused(tmp_path, monkeypatch):
     from trl_fsdp_qlora.experimental.one_base.shared_base import SharedBase
 
     place_packed = SharedBase.place_packed

@@ -64,7 +64,7 @@ def args(**changes):
         ({"vllm_engine_kwargs": {"dtype": torch.float16}}, ADAPTER, None, "dtype: float16"),
     ],
 )
-def test_a_base_that_cannot_be_shared_is_refused_before_it_is_loaded(changes, sync, quantization, reason):
+def test_a_base_that_cannot_be_shared_is_refused_before_loading(changes, sync, quantization, reason):
     with pytest.raises(RolloutError, match=reason):
         why_own_base(args(**changes), sync, quantization, "model")
 
@@ -215,11 +215,11 @@ def test_the_trainer_computes_with_the_engines_bytes(name, head, ranks_of_expert
             block_size=32, max_num_seqs=4, num_gpu_blocks_override=64, **lora, **options,
         )  # fmt: skip
     sizes = {key: parameter.nbytes for key, parameter in alone.named_parameters()}
-    assert sizes.keys() == shared.parameters.keys() | shared.own.keys()
-    own = sum(sizes[key] for key in shared.own)
+    assert sizes.keys() == shared.parameters.keys() | shared.not_shared.keys()
+    own = sum(sizes[key] for key in shared.not_shared)
     its_shared, its_own = SHARED_AND_OWN.get(name, ("attention, MLP, embeddings, head", "norms"))
     assert kinds(shared.parameters) == (its_shared.removesuffix(", head") if head == "tied" else its_shared)
-    assert kinds(shared.own) == its_own
+    assert kinds(shared.not_shared) == its_own
     assert own < 0.01 * sum(sizes.values()) or name == "Qwen3-MoE"
     ids = torch.randint(5, 50, (2, 20))
     with torch.no_grad():
@@ -242,7 +242,7 @@ def keeps_a_view(linear):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("does", [writes, keeps_a_view])
-def test_a_class_that_uses_a_weight_before_it_is_loaded_is_an_error(does, base, tmp_path, monkeypatch):
+def test_a_class_that_uses_an_unloaded_weight_is_refused(does, base, tmp_path, monkeypatch):
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
     create = Qwen3ForCausalLM.__init__
@@ -289,7 +289,7 @@ class Merges(TrainerCallback):
 
 
 @pytest.mark.vllm
-def test_a_write_into_the_base_ends_the_run_before_a_wrong_rollout(base, tmp_path):
+def test_a_write_into_the_shared_base_ends_the_run(base, tmp_path):
     trainer = grpo(base, tmp_path, vllm_share_base="on", max_steps=4)
     trainer.add_callback(Merges())
     with pytest.raises(RolloutError, match=r"layers\.0\.\w+\.\w+_proj\.weight"):
@@ -308,7 +308,7 @@ class TrainsTheBase(TrainerCallback):
 
 
 @pytest.mark.vllm
-def test_an_optimizer_that_gets_a_parameter_of_the_base_ends_the_run(base, tmp_path):
+def test_an_optimizer_with_a_parameter_of_the_base_ends_the_run(base, tmp_path):
     """Before its first step, because the parameter is not frozen any more."""
     trainer = grpo(base, tmp_path, vllm_share_base="on", max_steps=4)
     trainer.add_callback(TrainsTheBase())
@@ -345,7 +345,7 @@ def test_other_trainers_train_with_one_base_and_log_it(base, tmp_path, capfd, me
     assert trainer.state.global_step == 2 and trainer.vllm_generation.version == 2
     shared = trainer.vllm_generation.shared_base
     shared.check()
-    assert len(shared.parameters) > len(shared.own)
+    assert len(shared.parameters) > len(shared.not_shared)
     if method == "a_star_po":
         assert trainer.evaluate()["eval_reward"] >= 0
         shared.check()
@@ -425,13 +425,13 @@ def test_what_vllm_replaces_or_turns_over_stays_the_trainers_own(tmp_path):
     assert weights[1].data_ptr() == whole[4:].data_ptr() and weights[2].data_ptr() != whole[8:].data_ptr()
     shared.check()
     shared.settle(engine_model)
-    assert list(shared.own) == ["2.weight"] and "not 2.weight" in shared.describe()
+    assert list(shared.not_shared) == ["2.weight"] and "not 2.weight" in shared.describe()
     whole[5, 0] = -whole[5, 0]  # past the trainer's version counters
     with pytest.raises(RolloutError, match=r"1\.weight"):
         shared.check()
     engine_model[0] = torch.nn.Parameter(whole.clone(), requires_grad=False)
     shared.settle(engine_model)
-    assert not shared.parameters and len(shared.own) == 3
+    assert not shared.parameters and len(shared.not_shared) == 3
     shared.check()
 
 

@@ -1,7 +1,4 @@
-"""One generation ahead, compared with runs without it: prompts and their order, versions, importance weights.
-
-Covers `experimental/one_generation_ahead/drawing.py`.
-"""
+"""One generation ahead, compared with runs without it: prompts and their order, versions, importance weights."""
 
 import numpy as np
 import pytest
@@ -66,7 +63,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", these_first(ORDERS, "every step", "steps that end with an epoch"))
-def test_the_same_prompts_in_the_same_order_and_every_batch_is_trained_on(tmp_path, order):
+def test_prompts_and_their_order_are_those_without_the_option(tmp_path, order):
     trained, asked = {}, {}
     for ahead in (0, 1):
         with SamplingServer() as server:
@@ -97,7 +94,7 @@ LOSSES = {"grpo": {}, "vespo": {f"{CORRECTION}mode": "token_truncate"}}
 
 
 @pytest.mark.parametrize("loss_type", these_first(LOSSES, "vespo"))
-def test_losses_of_a_policy_that_does_not_change_are_those_without_the_option(tmp_path, loss_type):
+def test_losses_of_a_constant_policy_equal_those_in_turns(tmp_path, loss_type):
     changes = {
         "learning_rate": 0.0, "loss_type": loss_type, "per_device_train_batch_size": 4, "max_steps": 4,
         "gradient_accumulation_steps": 2, **LOSSES[loss_type],
@@ -160,7 +157,7 @@ def test_importance_weights_equal_the_formula(server, tmp_path, monkeypatch, mod
     assert len(seen) == 4 and clipped
 
 
-def test_an_impossible_setting_is_refused_with_the_line_to_change(server, tmp_path):
+def test_an_impossible_setting_names_the_line_to_change(server, tmp_path):
     refused = (
         ({"rollouts_ahead": 2}, r"rollouts_ahead=2: .* use 1"),
         ({"use_vllm": False}, r"use_vllm=False: .* vllm_mode: server"),
@@ -201,7 +198,7 @@ def test_a_server_that_fails_and_a_reward_that_raises(server, tmp_path):
     assert trainer.ahead.batch is None
 
 
-def test_rows_that_a_random_transform_changes_are_those_drawn_for(server, tmp_path):
+def test_randomly_transformed_rows_are_those_drawn_for(server, tmp_path):
     """What was drawn ahead is never taken for other prompts than those trained on: a row is read once."""
     calls = []
 
@@ -221,7 +218,7 @@ def test_rows_that_a_random_transform_changes_are_those_drawn_for(server, tmp_pa
     assert figures(trainer, "sampling/staleness") == [0, 1, 1]
 
 
-def test_a_batch_is_for_its_rows_with_their_images_and_for_its_settings(server, tmp_path):
+def test_a_batch_in_flight_is_for_its_rows_images_and_settings(server, tmp_path):
     trainer = make(server, tmp_path, rollouts_ahead=1)
 
     def row(color):

@@ -298,7 +298,7 @@ class Unready(Counter):
         raise ConnectionError("no board to play on")
 
 
-def test_an_environment_that_fails_ends_the_run_with_its_own_error(server, tmp_path):
+def test_an_environments_error_ends_the_run(server, tmp_path):
     named = {"environment_factory": Unready}
     with pytest.raises(ConnectionError, match="no board to play on"):
         make_episodes(server, tmp_path, named=named, rollouts_ahead=1).train()

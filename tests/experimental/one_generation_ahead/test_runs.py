@@ -51,7 +51,7 @@ def test_checkpoints_change_nothing_and_hold_what_is_in_flight(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_checkpoint_without_the_option_is_continued_with_it_and_the_other_way_round(tmp_path):
+def test_a_checkpoint_continues_with_and_without_the_option(tmp_path):
     for before, after in ((0, 1), (1, 0)):
         with SamplingServer() as server:
             folder = tmp_path / str(before)
@@ -67,7 +67,7 @@ def test_a_checkpoint_without_the_option_is_continued_with_it_and_the_other_way_
             assert figures(second, "sampling/staleness")[since:] == ([0, 2] if after else [])
 
 
-def test_an_evaluation_in_the_middle_waits_and_its_batch_keeps_its_place(tmp_path):
+def test_an_evaluation_in_the_middle_keeps_the_batch_in_flight(tmp_path):
     """What is evaluated comes from the policy of now; the batch in flight is trained on as without evaluation."""
     runs = []
     for steps in (2, 100):
@@ -162,7 +162,7 @@ def test_a_server_that_dies_is_an_error_on_every_rank(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_sigterm_waits_for_what_is_in_flight_and_the_run_continues_to_the_bit(tmp_path):
+def test_a_run_stopped_by_sigterm_continues_to_the_bit(tmp_path):
     settings = {**SAVES, "max_steps": 4, "save_steps": 100}
     with SamplingServer() as server:
         (whole,) = on_ranks(server, tmp_path / "whole", processes=1, **settings)

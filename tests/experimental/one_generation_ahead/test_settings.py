@@ -2,8 +2,6 @@
 
 In each setting the prompts are those without the option, in the same order, and so are the losses, as long as the
 policy does not change.
-
-Covers `experimental/one_generation_ahead/upcoming.py`, `trainers/experimental_fields.py`.
 """
 
 import json

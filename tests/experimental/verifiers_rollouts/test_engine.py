@@ -80,8 +80,10 @@ def check_that_each_turn_is_sampled_once(rows, turns):
 
 @pytest.mark.parametrize("template, count", [(KEEPS, 4), (STRIPS, 5)])
 def test_rows_have_what_each_turn_saw_and_sampled(rollouts, template, count):
+    interception = rollouts.environment.config.interception
     trainer = Scripted(lambda number: f"<think>t{number}</think>said {number}", template)
     output = rollouts(prompts_of(rollouts, 0), trainer)
+    assert rollouts.environment.config.interception is interception  # of the user, who may serve elsewhere
     (rows,) = output["rows"]
     assert len(rows) == count
     *turns, (prompt, completion, logprobs) = trainer.turns
@@ -106,10 +108,10 @@ def test_an_episode_that_fails_at_once_ends_the_run_in_one_line(rollouts):
 
 
 def test_a_call_that_the_library_gave_up_is_not_answered():
-    from trl_fsdp_qlora.experimental.verifiers_rollouts.engine import Call, _draw
+    from trl_fsdp_qlora.experimental.verifiers_rollouts.engine import AgentCall, _draw
 
     turn = SimpleNamespace(prompt=[vf.UserMessage(content="one")], tools=[])
-    late, waiting = Call(0, 1, turn, None), Call(1, 1, turn, None)
+    late, waiting = AgentCall(0, 1, turn, None), AgentCall(1, 1, turn, None)
     late.response.cancel()
     _draw([late, waiting], 2, Scripted(str))
     assert waiting.response.result().message.content == "1" and late.response.cancelled()

@@ -25,7 +25,7 @@ def trace_of(*paths, **attributes):
     return SimpleNamespace(branches=branches, agent=agent, errors=[], num_turns=1, **attributes)
 
 
-def test_a_turn_that_branches_share_is_sampled_in_the_first_alone():
+def test_a_turn_of_two_branches_is_sampled_in_the_first_alone():
     question, first = node([5, 6]), node([7, 8, 9], sampled=(8, 9), logprobs=[-0.8, -0.9])
     left, right = node([10, 11], sampled=(11,), logprobs=[-1.1]), node([12, 13], sampled=(13,), logprobs=[-1.3])
     rows = rows_of(trace_of([question, first, left], [question, first, right]), 0)

@@ -1,8 +1,6 @@
 """Mistyped names and missing or damaged files end every command with one error line and exit status 2.
 
 The line has the nearest known name, and no file is left behind.
-
-Covers `errors.py`.
 """
 
 import shutil

@@ -1,3 +1,5 @@
+"""The command compare: a recipe's trainer next to TRL's own, what it prints, and which recipes it refuses."""
+
 import json
 import re
 

@@ -1,3 +1,5 @@
+"""The command doctor: what it finds of a machine, a package and a run, by planted faults."""
+
 import re
 
 import pytest
@@ -87,7 +89,7 @@ def without_thoughts(tokenizer):
 """
 
 
-def test_a_template_that_strips_thinking_is_a_warning_unless_it_renders_the_history(findings, user_folder):
+def test_a_template_that_strips_thinking_is_a_warning(findings, user_folder):
     """Qwen3's own template keeps what was thought since the last question; without that line it strips."""
     tokenizer = tool_tokenizer()
     new_model(tokenizer, 0, hidden=32, layers=2).save_pretrained(user_folder / "agent")
@@ -115,7 +117,7 @@ def test_devices():
         assert [item.level for item in doctor.devices(*installation)] == levels
 
 
-def test_a_machine_with_gpus_but_without_toolkit_compiler_or_peer_access():
+def test_a_missing_toolkit_compiler_or_peer_access_is_named():
     complete = list(doctor.surroundings("/usr/bin/nvcc", "/usr/bin/cc", []))
     bare = list(doctor.surroundings(None, None, [(0, 1), (1, 0)]))
     assert complete == []

@@ -32,7 +32,7 @@ def test_every_yaml_is_listed_with_the_text_of_its_head():
     assert by_name["Qwen2.5-1.5B/a_star_po/gsm8k"].hardware == "one GPU with 80 GB"
 
 
-def test_plan_refuses_a_recipe_of_supervised_training_in_one_line(capsys):
+def test_plan_refuses_a_recipe_of_supervised_training(capsys):
     name = "SmolLM2-135M-Instruct/sft/svamp"
     with pytest.raises(SystemExit):
         main(["plan", "--config", name])
@@ -78,7 +78,7 @@ def test_a_config_that_fits_the_machine(gpus, num_processes, config, monkeypatch
     assert scripts.default_config(num_processes) == config
 
 
-def test_what_accelerate_launch_gets_and_the_users_own_config_comes_first(monkeypatch, tmp_path, capsys):
+def test_a_users_own_accelerate_config_comes_first(monkeypatch, tmp_path, capsys):
     users_config = tmp_path / "default_config.yaml"
     launches = []
 

@@ -130,7 +130,7 @@ for path, line in heads.items():
 
 
 @pytest.mark.exhaustive
-def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(folders):
+def test_commands_of_the_pages_find_their_files_in_the_wheel(folders):
     installed, _ = folders
     heads = {}
     for folder in ("_recipes", "_accelerate_configs"):

@@ -1,3 +1,5 @@
+"""Answers of completions against the values that a person reads in them, and any text in linear time."""
+
 from fractions import Fraction
 
 import pytest
@@ -85,7 +87,7 @@ def test_extract_answer(text, answer_format, answer):
     assert answers.extract_answer(text, answer_format) == answer
 
 
-def test_a_formula_is_no_gold_answer_and_the_line_names_a_reward_that_compares_formulas():
+def test_a_formula_is_refused_as_a_gold_answer():
     assert answers.parse_gold("Natalia sold 48/2 = 24 clips.\n#### 72", 0) == 72
     assert answers.answers_match("0.5", answers.parse_gold(r"\frac{1}{2}", 0))
     with pytest.raises(answers.UnparsableGoldAnswer, match=r"row 4 .*trl\.rewards:accuracy_reward"):

@@ -77,7 +77,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_trls_trainer_takes_is_taken_with_a_reward_of_ones_own(name, tmp_path, capsys):
+def test_what_trls_trainer_takes_is_taken(name, tmp_path, capsys):
     row, prompt, is_gradable = FORMATS[name]
     path = write(tmp_path / "mine.jsonl", [row] * 4)
     with pytest.raises(datasets.DatasetError) if not is_gradable else contextlib.nullcontext():
@@ -93,7 +93,7 @@ def test_what_trls_trainer_takes_is_taken_with_a_reward_of_ones_own(name, tmp_pa
             assert read[column] == (str(row[column]) if graded else row[column])
 
 
-def test_a_conversation_gets_the_template_and_keeps_its_own_system_prompt():
+def test_a_conversation_keeps_its_own_system_prompt():
     parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
     problems = [{"row": 0, "question": question, "answer": "2"} for question in (TALK, TALK[1:], parts)]
     prompts = [datasets.to_prompts([each], "Be short.", "{question} Now.")[0]["prompt"] for each in problems]
@@ -104,7 +104,7 @@ def test_a_conversation_gets_the_template_and_keeps_its_own_system_prompt():
     assert datasets.to_prompts(problems[:1], chat=False)[0]["prompt"] == TALK
 
 
-def test_accuracy_is_measured_on_what_can_be_graded_or_by_a_function(tmp_path, capsys):
+def test_accuracy_is_measured_by_answers_or_by_a_function(tmp_path, capsys):
     rows = [{"question": f"{i}?", "answer": [None, str(i), "Paris", "x" * 999][i % 4]} for i in range(20)]
     path = write(tmp_path / "mixed.jsonl", rows)
     script = ScriptArguments(path, rewards=OWN, held_out=8)
@@ -119,7 +119,7 @@ def test_accuracy_is_measured_on_what_can_be_graded_or_by_a_function(tmp_path, c
         load_held_out(ScriptArguments(path))
 
 
-def test_no_split_to_measure_on_is_needed_for_what_cannot_be_graded(tmp_path):
+def test_ungraded_data_needs_no_split_to_measure_on(tmp_path):
     (tmp_path / "hub").mkdir()
     write(tmp_path / "hub" / "train.jsonl", [{"prompt": "A haiku."}] * 4)
     train, measured = load_data(ScriptArguments(str(tmp_path / "hub"), rewards=OWN))
@@ -235,7 +235,7 @@ def test_eval_problems_is_a_fixed_sample_also_of_a_sorted_file(tmp_path, parts):
         assert load_data(ScriptArguments(path, eval_problems=100, **parts))[1]["row"][:] == sample
 
 
-def test_a_file_of_ones_own_trains_unmeasured_and_is_measured_whole(tmp_path, capsys):
+def test_a_users_file_trains_unmeasured_and_is_measured_whole(tmp_path, capsys):
     path = write(tmp_path / "mine.jsonl", ROWS)
     train, test = load_data(ScriptArguments(dataset=path, skip_accuracy=True))
     assert len(train) == 2 and test is None

@@ -19,7 +19,7 @@ def test_exact_answer_takes_plain_and_conversational_completions():
         rewards.exact_answer_reward("hashes")
 
 
-def test_a_row_without_an_answer_is_not_judged_and_content_parts_are_read():
+def test_rows_without_an_answer_are_not_judged():
     """Of several tasks in one dataset, those of another: TRL leaves `None` out."""
     for reward in (rewards.exact_answer_reward(), rewards.graded_reward):
         judged, other = reward(completions=["<answer>1</answer>", "2"], answer=["1", None])
@@ -44,14 +44,14 @@ GOLDS = [
 
 
 @pytest.mark.parametrize("gold", GOLDS, ids=range(len(GOLDS)))
-def test_a_gold_answer_without_a_value_names_its_row_in_few_words(gold):
+def test_a_gold_answer_without_a_value_names_its_row(gold):
     for reward in (rewards.exact_answer_reward(), rewards.graded_reward):
         with pytest.raises(UnparsableGoldAnswer, match="row 18 ") as caught:
             reward(completions=["1", "2"], answer=["1", gold], row=[3, 17])
         assert len(str(caught.value)) < 400
 
 
-def test_a_gold_answer_that_is_no_number_rewards_its_own_words_alone():
+def test_a_gold_text_rewards_its_own_words_alone():
     """open-r1#293: whatever could not be parsed was rewarded with 1."""
     texts = ["no answer", "about five", "1 or 2", "1/0", "1/0/0"]
     for gold in texts:
@@ -88,7 +88,7 @@ def folder(tmp_path, monkeypatch):
         del sys.modules[name]  # another test has files of these names
 
 
-def test_a_reward_of_ones_own_is_imported_once_and_what_is_not_there_is_named(folder):
+def test_a_users_reward_is_imported_once(folder):
     functions = [
         rewards.get_reward(text)
         for text in ("own_rewards.py:has_unit", "own_rewards:has_unit", "./own_rewards.py:has_unit")

@@ -78,7 +78,7 @@ def test_letters_and_texts_are_compared_by_their_words():
     assert (result.correct, result.strict, result.lenient, result.pass_at_k) == (2, 0, 2, 1.0)
 
 
-def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_alone():
+def test_the_result_is_the_same_in_training_mode():
     model = tiny_model().train()
     torch.manual_seed(0)
     expected = torch.rand(3)

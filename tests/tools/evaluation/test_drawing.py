@@ -64,7 +64,7 @@ def loaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
-def test_what_trls_trainer_gets_in_place_of_its_own_setup_is_what_it_has(folder, loaded, tmp_path):
+def test_the_measuring_trainer_has_what_grpo_trainers_setup_has(folder, loaded, tmp_path):
     """A TRL that reads the same by another name fails here, not in a run."""
     args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none")
     stock = GRPOTrainer(folder, args=args, train_dataset=rows(50), environment_factory=Guessing)
@@ -109,7 +109,7 @@ def test_an_episode_is_that_of_trls_loop(folder, loaded, tmp_path, length, turns
 
 
 @pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.exhaustive), None])
-def test_a_turn_of_a_measured_episode_continues_from_the_last_one(loaded, monkeypatch, turns):
+def test_a_measured_turn_continues_from_the_last_one(loaded, monkeypatch, turns):
     """The same result as with every turn prefilled whole, for greedy and for sampled episodes."""
     model, tokenizer = loaded
     data = rows(50, 7, 50, 8, 9)
@@ -230,7 +230,7 @@ def test_a_call_that_cannot_be_read_is_the_models_last_answer(loaded, monkeypatc
     assert not answer.environment.found and answer.tokens == len(answer.ids)
 
 
-def test_a_tool_that_hangs_while_accuracy_is_measured_is_an_error(loaded, monkeypatch):
+def test_a_tool_that_hangs_in_a_measurement_is_an_error(loaded, monkeypatch):
     lines = []
     monkeypatch.setattr(tools_module.logger, "warning_once", lines.append)
 

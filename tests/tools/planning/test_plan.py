@@ -107,7 +107,7 @@ def test_the_engines_base_is_planned_by_the_rules_of_the_run(tmp_path, fields, e
     assert choices(run, AutoConfig.from_pretrained(tmp_path)) == expected
 
 
-def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
+def test_the_first_step_counts_the_padded_rows_it_compares(tmp_path):
     """On a CPU TRL projects every position of a padded row: with a long prompt that is more than the packed row's."""
     fields = {"per_device_train_batch_size": 4, "num_generations": 4}  # one group
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=4, **fields)

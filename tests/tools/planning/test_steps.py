@@ -83,7 +83,7 @@ LENGTHS = {"prompt_tokens": 100, "max_completion_length": 20}
         ({}, "fsdp1", [100 + 19]),
     ],
 )
-def test_a_step_without_a_look_ahead_computes_prompts_per_micro_batch(tmp_path, sharing, limit, kind, tokens):
+def test_without_a_look_ahead_prompts_run_per_micro_batch(tmp_path, sharing, limit, kind, tokens):
     fields = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "num_generations": 8}
     run = settings(folder(tmp_path), Launch(kind, 2, use_cpu=True), **LENGTHS, **fields, **limit)
     _, part = FakeRun(run, config(), False)._passes(sharing, 1, 8, True)

@@ -2,7 +2,7 @@
 
 The reference is the model in memory that the adapter was saved from.
 
-Covers `tools/publishing/loading.py`.
+Covers `tools/publishing/adapted_base.py`.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import character_tokenizer, tiny_model
 from trl_fsdp_qlora.errors import UserError
-from trl_fsdp_qlora.tools.publishing.loading import check_loads, load_model
+from trl_fsdp_qlora.tools.publishing.adapted_base import check_loads, load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
 
 IDS = torch.arange(2, 14)[None]
@@ -77,7 +77,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_merge_changes_what_the_adapter_changes_and_nothing_that_shares_its_weights(change, tied, base, tmp_path):
+def test_a_merged_models_logits_are_pefts_for_tied_weights(change, tied, base, tmp_path):
     settings, stays_tied = CHANGES[change]
     expected = trained(base(tied), tmp_path / "adapter", **settings)
     merged = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)
@@ -88,7 +88,7 @@ def test_a_merge_changes_what_the_adapter_changes_and_nothing_that_shares_its_we
     assert model.config.tie_word_embeddings == (tied and stays_tied)
 
 
-def test_tokenizer_and_template_are_the_adapters_and_the_model_ends_where_they_do(base, tmp_path):
+def test_a_merged_model_has_the_adapters_tokenizer_and_template(base, tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<think>"])
     tokenizer.add_special_tokens({"eos_token": "<|done|>"})
@@ -121,7 +121,7 @@ def test_weights_keep_the_type_of_the_base(base, tmp_path):
     assert load_model(str(half), dtype="auto").dtype == torch.bfloat16
 
 
-def test_an_adapter_that_does_not_fit_the_base_or_is_not_finite_is_refused(base, tmp_path):
+def test_an_adapter_that_does_not_fit_its_base_is_refused(base, tmp_path):
     folder = base()
     trained(folder, tmp_path / "adapter")
     check_loads(tmp_path / "adapter", str(folder))
@@ -144,7 +144,7 @@ def test_an_adapter_that_does_not_fit_the_base_or_is_not_finite_is_refused(base,
 
 
 @pytest.mark.parametrize("kind", ["prefix", "alora"])
-def test_an_adapter_that_adds_nothing_to_weights_is_refused_in_one_line(kind, base, tmp_path):
+def test_an_adapter_that_adds_nothing_to_weights_is_refused(kind, base, tmp_path):
     folder = base()
     configs = {
         "prefix": PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),

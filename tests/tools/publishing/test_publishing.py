@@ -32,7 +32,7 @@ from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrai
 from trl_fsdp_qlora.engines.decode.completions import generate
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.publishing import merge, publish
-from trl_fsdp_qlora.tools.publishing.loading import load_model
+from trl_fsdp_qlora.tools.publishing.adapted_base import load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.trainers.reporting import card
@@ -125,7 +125,7 @@ def test_a_card_has_the_accuracy_of_these_weights_alone(trained):
 
 
 @pytest.mark.processes
-def test_the_quick_start_runs_as_printed_and_plain_peft_gives_the_trainers_logits(trained):
+def test_the_printed_quick_start_gives_the_trainers_logits(trained):
     """It runs in a fresh process that does not import this package, so that plain PEFT alone loads the adapter."""
     grpo_trainer, root = trained
     row_ids = torch.randint(5, 15, (2, 9))
@@ -160,7 +160,7 @@ assert 'trl_fsdp_qlora' not in sys.modules
         ("https://bob:passw0rd@host/data", None, "https://***@host/data"),
     ],
 )
-def test_what_is_on_the_hub_is_listed_and_no_secret_enters_a_card(tmp_path, dataset, listed, named):
+def test_hub_datasets_are_listed_and_no_secret_enters_a_card(tmp_path, dataset, listed, named):
     """The card is that of a whole model, which has a name on the Hub, as its base has."""
     grpo_trainer = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", hub_token="a secret")
     grpo_trainer.model.config._name_or_path = "o/base"
@@ -235,7 +235,7 @@ CPU_ARGUMENTS = {"use_cpu": True, "bf16": False}  # TRL's default is bf16, which
         {"token_selection": "prefix_cut", "token_selection_rate": 0.9},
     ],
 )
-def test_a_card_lists_what_was_given_and_nothing_that_follows_from_it(arguments, tmp_path):
+def test_a_card_lists_given_fields_and_no_derived_ones(arguments, tmp_path):
     configs = [EfficientGRPOConfig(str(tmp_path), **CPU_ARGUMENTS, **arguments)]
     if "token_selection" not in arguments:
         configs.append(AStarPOConfig(str(tmp_path), **CPU_ARGUMENTS, **arguments))
@@ -246,7 +246,7 @@ def test_a_card_lists_what_was_given_and_nothing_that_follows_from_it(arguments,
         assert again.to_dict() == args.to_dict()
 
 
-def test_a_card_lists_fields_that_change_after_the_configs_checks(tmp_path):
+def test_a_card_lists_fields_changed_after_the_configs_checks(tmp_path):
     args = EfficientGRPOConfig(str(tmp_path), **CPU_ARGUMENTS)
     args.learning_rate = 0.5
     args.token_selection_rate = 0.25
@@ -263,7 +263,7 @@ def logits_of(model) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(5, 15).repeat(2, 1)).logits.float()
 
 
-def test_the_merged_model_has_pefts_logits_and_a_folder_that_is_there_stays(trained, tmp_path, monkeypatch, capsys):
+def test_a_merged_model_has_pefts_logits(trained, tmp_path, monkeypatch, capsys):
     _, root = trained
     adapter = str(root / "out")
     base = str(root / "base")
@@ -349,7 +349,7 @@ def run(trained, folder, capsys):
     return run
 
 
-def test_what_is_published_is_what_was_saved_and_names_what_readers_have(trained, folder, server, run):
+def test_what_is_published_is_what_was_saved(trained, folder, server, run):
     _, root = trained
     card_before = (folder / "README.md").read_text()
     assert run("--check")
@@ -376,7 +376,7 @@ def test_what_is_published_is_what_was_saved_and_names_what_readers_have(trained
     assert (folder / "README.md").read_text() == card_before
 
 
-def test_saving_and_measuring_leave_the_gradients_of_a_4_bit_run_as_they_were(tmp_path):
+def test_saving_and_measuring_leave_a_4_bit_runs_gradients(tmp_path):
     """On CPUs with AVX512-BF16 bitsandbytes repacks a layer that runs in evaluation mode, for good and without a
     backward.
     """
@@ -414,7 +414,7 @@ def test_any_failure_is_one_line_and_a_repeat_completes_it(folder, server, run, 
     assert set(server.files(REPO)) == SENT
 
 
-def test_a_hub_that_returns_other_files_than_were_sent_is_an_error(folder, server, run):
+def test_a_hub_that_returns_other_files_is_an_error(folder, server, run):
     commit = server.commit
     server.commit = lambda repo, files: commit(repo, {name: data[:-1] for name, data in files.items()})
     with pytest.raises(UserError, match=f"^{REPO} .*adapter_model.safetensors"):
@@ -441,7 +441,7 @@ NAN = {"x": torch.tensor([float("nan")])}
         (lambda folder: save_file(NAN, folder / "adapter_model.safetensors"), "not finite .*, in x$"),
     ],
 )
-def test_a_folder_that_is_not_fit_is_refused_before_the_hub_is_asked(folder, server, run, change, message):
+def test_an_unfit_folder_is_refused_before_the_hub_is_asked(folder, server, run, change, message):
     change(folder)
     with pytest.raises(UserError, match=message):
         run()
@@ -452,7 +452,7 @@ def test_a_folder_that_is_not_fit_is_refused_before_the_hub_is_asked(folder, ser
     ("names", "message"),
     [({"base": None}, "'base' .*--base owner/name"), ({"repo": "me/too/many"}, "me/too/many: HFValidationError")],
 )
-def test_names_that_no_reader_can_use_are_refused_before_the_hub_is_asked(server, run, names, message):
+def test_names_that_no_reader_can_use_are_refused(server, run, names, message):
     with pytest.raises(UserError, match=message):
         run(**names)
     assert server.requests == []

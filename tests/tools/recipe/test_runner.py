@@ -103,7 +103,7 @@ MEASURED_ON_ANOTHER_THING = {
 
 
 @pytest.mark.parametrize("name", these_first(MEASURED_ON_ANOTHER_THING, "fewer problems"))
-def test_figures_make_a_pair_only_if_they_were_measured_on_the_same(measured_run, name):
+def test_figures_are_paired_only_if_measured_on_the_same(measured_run, name):
     record = measured_run.train(2, **MEASURED_ON_ANOTHER_THING[name](measured_run))
     assert "before" not in record
     assert "the accuracy before training is left out: it was measured on something else (" in measured_run.printed
@@ -115,7 +115,7 @@ def test_what_a_figure_does_not_depend_on_leaves_the_pair(measured_run):
     assert record["before"] == measured_run.before and "  ->  " in measured_run.printed.splitlines()[-1]
 
 
-def test_the_cards_example_is_a_problem_that_was_measured_as_right(tmp_path):
+def test_the_cards_example_was_measured_as_right(tmp_path):
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", save_tiny_model(tmp_path / "base"))
     recipe = recipe_of(grpo.args, ScriptArguments("addition"))
     callback = AccuracyCallback(grpo, recipe, answered(), RunRecord(tmp_path / "out"))
@@ -194,7 +194,7 @@ def test_a_folder_that_is_resumed_runs_no_code(measured_run, monkeypatch):
     del sys.modules["evil"]
 
 
-def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(measured_run):
+def test_a_resumed_run_keeps_no_figure_of_other_weights(measured_run):
     script = ScriptArguments("addition", skip_accuracy=True)
     settings = {"peft_config": lora(), "max_steps": 2, "model": measured_run.base}
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, measured_run.folder / "out", **settings)
@@ -204,7 +204,7 @@ def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(me
     assert record["before"] == measured_run.before and "after" not in record
 
 
-def test_evaluate_reads_how_a_run_measured_and_names_no_secret_path(tmp_path, monkeypatch):
+def test_evaluate_reads_how_a_run_measured(tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     data.touch()
     (tmp_path / "my_data.py").touch()

@@ -60,7 +60,7 @@ def test_another_verbosity_of_transformers_is_the_same_run(begun):
         ("--dataset sums.jsonl", "dataset: addition -> sums.jsonl"),
     ],
 )
-def test_another_command_is_refused_with_what_differs_also_a_second_time(words, difference, begun):
+def test_another_command_is_refused_with_what_differs(words, difference, begun):
     for _ in range(2):
         with pytest.raises(CheckpointError, match=f"holds another run \\(checkpoint-5, {difference}.*resume_from_che"):
             resume_of(words)
@@ -69,7 +69,7 @@ def test_another_command_is_refused_with_what_differs_also_a_second_time(words, 
     assert resume_of(words) == "auto"  # it is this command's run now
 
 
-def test_a_folder_of_stock_trl_and_a_damaged_record_are_another_run(begun, tmp_path):
+def test_stock_folders_and_damaged_records_are_another_run(begun, tmp_path):
     for content in ("{", None):
         if content is None:
             (tmp_path / "out" / ARGUMENTS).unlink()

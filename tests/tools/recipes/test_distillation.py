@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_it_trains_with_shared_prompts_is_measured_and_trains_no_further(folder, called, monkeypatch, capsys):
+def test_distillation_shares_prompts_and_is_measured(folder, called, monkeypatch, capsys):
     packed = []
     answer = PromptSharing.last_hidden_states
 

@@ -62,7 +62,7 @@ def test_a_value_of_the_command_line_replaces_that_of_a_file(tmp_path):
         ({"WORLD_SIZE": "2"}, True, "2 processes were launched"),
     ],
 )
-def test_a_launch_that_loses_the_model_or_its_processes_is_refused(environment, has_adapter, message, monkeypatch):
+def test_a_launch_that_loses_its_model_or_processes_is_refused(environment, has_adapter, message, monkeypatch):
     """Transformers' `save_model` writes nothing but a full state dict. An adapter is gathered whatever the type."""
     for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}.items():
         monkeypatch.setenv(name, value)
@@ -150,7 +150,7 @@ def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "has_trls"), [("--help", False), ("--help all", True)])
-def test_help_has_this_packages_options_and_trls_if_they_are_asked_for(words, has_trls, capsys):
+def test_help_has_this_packages_options_and_trls_when_asked(words, has_trls, capsys):
     with pytest.raises(SystemExit) as ended:
         parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig), words.split())
     assert ended.value.code == 0

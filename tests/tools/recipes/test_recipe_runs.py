@@ -193,7 +193,7 @@ def test_the_cards_line_is_the_launch_without_its_secrets(ended_run):
     assert words[words.index("--output_dir") + 1] == "a run"  # the last part of a path of this machine
 
 
-def test_the_cards_block_is_a_recipe_that_gives_the_arguments_of_the_run(ended_run, folder, monkeypatch):
+def test_the_cards_recipe_gives_the_arguments_of_the_run(ended_run, folder, monkeypatch):
     monkeypatch.chdir(folder)
     block = re.search(r"~~~~yaml\n(.*?)~~~~", ended_run.card.text, re.DOTALL)[1]
     assert {"debug", "report_to", "model_init_kwargs", "generation_batch_size"}.isdisjoint(yaml.safe_load(block))
@@ -228,7 +228,7 @@ def test_a_finished_run_is_over(ended_run, planted, call):
     assert contents(ended_run.out) == files
 
 
-def test_the_printed_evaluate_command_reproduces_the_runs_accuracy(ended_run, planted, folder, call):
+def test_the_printed_evaluate_command_gives_the_runs_accuracy(ended_run, planted, folder, call):
     printed = call("grpo", [*ended_run.launch(2, "with_token.yaml"), "--resume_from_checkpoint", "auto"])
     command = shlex.split(re.search(r"measure it: +(.*)", printed)[1])
     assert command[:4] == ["trl-fsdp-qlora", "evaluate", "--adapter", str(ended_run.out)]
@@ -270,7 +270,7 @@ def test_a_run_killed_after_its_last_step_is_saved_and_continues(copied_run, pla
 
 
 @pytest.mark.exhaustive
-def test_warnings_of_a_run_are_on_its_terminal_once_and_above_the_steps(copied_run, folder):
+def test_a_runs_warnings_are_on_the_terminal_once(copied_run, folder):
     """A handler on the root logger once ended Python's own printing of them."""
     newest = copied_run.out / "checkpoint-9"
     shutil.copytree(copied_run.out / "checkpoint-2", newest)
@@ -402,7 +402,7 @@ STARTS = {
         ("ours, two processes", signal.SIGTERM, 143),
     ),
 )
-def test_a_stopped_run_ends_its_step_and_names_the_command_that_continues_it(folder, tmp_path, start, sent, status):
+def test_a_stopped_run_names_the_command_that_continues_it(folder, tmp_path, start, sent, status):
     """`kill` of the process that the user started, whether that trains or launches what trains."""
     script, words = STARTS[start]
     words = [*words, "--config", "recipe.yaml", "--output_dir", str(tmp_path / "out"), "--max_steps", "1000"]

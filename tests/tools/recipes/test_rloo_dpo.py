@@ -54,7 +54,7 @@ def test_rloo_trains_measures_and_continues(folder, called, capsys):
     assert "RLOO" in (folder / "out" / "README.md").read_text()
 
 
-def test_a_recipe_trains_on_tests_as_answers_with_functions_of_ones_own(folder, called, capsys):
+def test_a_recipe_trains_on_tests_in_place_of_answers(folder, called, capsys):
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": [i, i + 1]} for i in range(40)]
     (folder / "tests.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "own_of_tests.py").write_text(
@@ -80,7 +80,7 @@ def test_a_recipe_trains_on_tests_as_answers_with_functions_of_ones_own(folder, 
     assert "before" not in json.loads((folder / "unmeasured" / "metrics.json").read_text())
 
 
-def test_dpo_trains_on_pairs_that_the_example_makes_and_is_measured(folder, called, capsys, monkeypatch):
+def test_dpo_trains_on_pairs_that_the_example_makes(folder, called, capsys, monkeypatch):
     made = "pairs.py --model base --dataset sums.json --held-out 30 --problems 24 --samples 2 --output pairs.jsonl"
     monkeypatch.setattr("sys.argv", made.split())
     runpy.run_path(str(RECIPES.parent / "examples" / "preference_pairs.py"), run_name="__main__")
@@ -147,7 +147,7 @@ def test_pairs_in_every_format_of_trls(name, kind, tmp_path, monkeypatch):
     assert read_pairs(kind).to_list() == [pair] * 3
 
 
-def test_dpo_on_conversations_without_a_prompt_is_dpo_on_explicit_ones(folder, called, monkeypatch):
+def test_dpo_on_implicit_prompts_equals_explicit_ones(folder, called, monkeypatch):
     """Stock TRL extracts the prompt itself; the losses are equal, and no `dataset` is needed."""
     asked = [(f"{i}+{i}=", str(2 * i), str(i)) for i in range(1, 17)]
     implicit = [

@@ -22,7 +22,7 @@ def worked():
     return runpy.run_path(str(RECIPES / "sft.py"))["worked"]
 
 
-def test_an_equation_is_written_out_and_a_rationale_loses_its_notes(worked):
+def test_equations_are_written_out_and_rationales_lose_notes(worked):
     expected = {
         ("( ( 4.0 + 8.0 ) / 3.0 )", 4.0): "4 + 8 = 12\n12 / 3 = 4\n#### 4",
         ("( 4.0 - ( 3.0 - 19.0 ) )", 20.0): "3 - 19 = -16\n4 - (-16) = 20\n#### 20",
@@ -38,7 +38,7 @@ def test_an_equation_is_written_out_and_a_rationale_loses_its_notes(worked):
     assert worked({"answer": "24"}) is None
 
 
-def test_what_is_taught_scores_in_the_form_that_reinforcement_wants(svamp, worked):
+def test_taught_answers_score_in_the_form_of_reinforcement(svamp, worked):
     taught = 0
     for problem in read_problems(str(svamp), whole_rows=True):
         solution = worked(problem["columns"])
@@ -59,7 +59,7 @@ def script(tmp_path) -> ScriptArguments:
     return ScriptArguments(path, answer_format="hash", prompt_template="{question}+", held_out=30)
 
 
-def test_held_out_problems_are_the_measured_ones_and_nothing_is_in_two_places(script):
+def test_no_held_out_problem_is_trained_on(script):
     parts = [{problem["question"] for problem in part} for part in load_problems(script)]
     assert [len(part) for part in parts] == [70, 30] and len(set.union(*parts)) == 100
     _, measured = load_data(script)

@@ -188,19 +188,19 @@ def test_a_missing_adapter_is_the_error_if_no_dataset_is_named(run, monkeypatch)
 
 
 @pytest.mark.parametrize("script", GOOD)
-def test_the_command_that_the_table_changes_gets_as_far_as_the_weights(script, run):
+def test_the_changed_command_gets_as_far_as_the_weights(script, run):
     with pytest.raises(WeightsLoaded):
         run(script)
 
 
-def test_an_error_in_a_users_own_code_is_an_exception_with_its_traceback(run, folder):
+def test_an_error_in_a_users_own_code_has_its_traceback(run, folder):
     (folder / "broken_data.py").write_text("def load():\n    one, two = (1, 2, 3)\n")
     with pytest.raises(ValueError, match="too many values to unpack") as raised:
         run("grpo", "--dataset broken_data.py:load")
     assert raised.traceback[-1].path == folder / "broken_data.py"
 
 
-def test_the_traceback_of_a_users_error_is_printed_if_it_is_asked_for(run, monkeypatch):
+def test_a_users_errors_traceback_is_printed_when_asked(run, monkeypatch):
     monkeypatch.setenv("TRL_FSDP_QLORA_TRACEBACK", "1")
     with pytest.raises(UserError, match="'exact'"):
         run("grpo", "--rewards exact")

@@ -231,7 +231,7 @@ def test_long_lines_lose_their_middle(tmp_path):
 # --- what it shows --------------------------------------------------------------------------------------------------
 
 
-def test_accuracy_has_intervals_and_the_measurements_around_training(tmp_path):
+def test_accuracy_has_intervals_before_and_after_training(tmp_path):
     history = logged(100)
     history[4] |= {"accuracy": 0.9, "accuracy/n": 100.0}
     write_state(tmp_path, history)
@@ -247,7 +247,7 @@ def test_accuracy_has_intervals_and_the_measurements_around_training(tmp_path):
     assert "50.0% → 95.0%" in text and "n = 100" in text
 
 
-def test_phases_are_stacked_without_what_is_measured_between_steps(tmp_path):
+def test_phases_are_stacked_without_work_between_steps(tmp_path):
     times = {
         "time/generate_s": 1.5,
         "time/optimizer_s": 0.25,

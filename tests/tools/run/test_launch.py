@@ -35,7 +35,7 @@ def test_a_missing_deepspeed_is_one_line(monkeypatch):
 
 
 @pytest.mark.processes
-def test_one_process_by_the_name_of_a_config_and_with_the_scripts_own_words(tmp_path):
+def test_launch_takes_a_configs_name_and_the_scripts_words(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; raise SystemExit(3 if sys.argv[1:] == ['--config_file', 'cpu'] else 4)")
     words = ["--config_file", "cpu", "--num_cpu_threads_per_process", "1", str(script), "--config_file", "cpu"]
@@ -55,7 +55,7 @@ time.sleep(120)
     ("config", "ranks", "sent"),
     [("cpu", 1, signal.SIGINT), ("ddp_cpu", 2, signal.SIGTERM)],
 )
-def test_a_signal_is_passed_on_to_the_run_whose_end_is_waited_for(tmp_path, config, ranks, sent):
+def test_a_signal_is_passed_on_and_the_runs_end_waited_for(tmp_path, config, ranks, sent):
     (tmp_path / "script.py").write_text(WAITS)
     words = ["--config_file", config, "--num_processes", str(ranks), str(tmp_path / "script.py"), str(int(sent))]
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -11,7 +11,7 @@ from tests.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, token
 from tests.trainers.helpers import make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.transformers import model_class
-from trl_fsdp_qlora.tools.publishing.loading import check_loads, load_model
+from trl_fsdp_qlora.tools.publishing.adapted_base import check_loads, load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
 from trl_fsdp_qlora.trainers.starting.input_checks import language_model_only
 

@@ -41,7 +41,7 @@ def test_log_mean_exp_equals_its_definition_and_its_limits(rewards, beta1):
     assert optimal_value(rewards, "log_mean_exp", 1e-5) == pytest.approx(max(rewards), abs=1e-3)
 
 
-def test_large_rewards_do_not_overflow_and_unscorable_samples_are_left_out():
+def test_values_of_large_rewards_equal_the_closed_form():
     assert optimal_value([1000.0, 0.0], "log_mean_exp", 0.5) == pytest.approx(1000 - 0.5 * math.log(2))
     assert optimal_value([math.nan, 1.0, 0.0], "mean") == 0.5
     assert math.isnan(optimal_value([math.nan, math.nan]))
@@ -55,7 +55,7 @@ def batch():
     return logps_BC.requires_grad_(), -torch.rand(5, 7, dtype=torch.float64), mask_BC, torch.randn(5).double()
 
 
-def test_regression_sums_over_tokens_averages_over_rows_and_leaves_out_what_is_not_defined(batch):
+def test_the_regression_loss_equals_its_formula_row_by_row(batch):
     logps_BC, ref_BC, mask_BC, target_B = batch
     for undefined in ([], [2]):
         target_B[undefined] = math.nan
@@ -98,7 +98,7 @@ def test_normalised_advantage():
 BASE = {"output_dir": "unused", "bf16": False, "use_cpu": True, "report_to": "none"}
 
 
-def test_one_completion_is_the_default_any_batch_size_fits_and_the_rest_is_as_trl_derives_it():
+def test_defaults_of_a_star_po_equal_trls_but_for_one_completion():
     config = AStarPOConfig(**BASE, per_device_train_batch_size=7, gradient_accumulation_steps=3)
     assert config.num_generations == 1 and type(config.num_generations) is int
     assert (config.generation_batch_size, config.steps_per_generation) == (21, 3)

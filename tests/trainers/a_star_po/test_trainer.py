@@ -21,7 +21,7 @@ from trl_fsdp_qlora.trainers.a_star_po import trainer as trainer_module
 from .tiny import has_digit, problems
 
 
-def test_a_second_run_and_a_resumed_one_sample_nothing_and_train_the_same(make_trainer):
+def test_a_second_and_a_resumed_run_sample_nothing(make_trainer):
     """The first run's sampling must not move the random state of stage 2, whose batches serve two optimizer steps
     each.
     """
@@ -42,7 +42,7 @@ def test_a_second_run_and_a_resumed_one_sample_nothing_and_train_the_same(make_t
             torch.testing.assert_close(a, b, atol=0, rtol=0)
 
 
-def test_the_table_depends_on_the_seed_and_not_on_the_order_of_the_rows(make_trainer, tmp_path):
+def test_values_depend_on_the_seed_and_not_on_the_rows_order(make_trainer, tmp_path):
     tables = []
     for i, seed in enumerate((1, 1, 2)):
         trainer = make_trainer(seed=seed, value_cache=str(tmp_path / f"v{i}"))
@@ -104,7 +104,7 @@ def test_an_iterable_dataset_is_estimated_as_it_comes(make_trainer):
     assert 8 <= len(trainer.drawn) <= 16
 
 
-def test_an_error_of_a_reward_loses_nothing_and_a_wrong_count_is_an_error(make_trainer):
+def test_a_rewards_error_loses_no_sample(make_trainer):
     is_down = True
 
     def service(prompts, **_):
@@ -124,7 +124,7 @@ def test_an_error_of_a_reward_loses_nothing_and_a_wrong_count_is_an_error(make_t
         make_trainer(rewards=lambda completions, **_: [1.0]).estimate_values()
 
 
-def test_a_reward_that_is_down_is_an_error_and_a_partly_scored_prompt_is_drawn_again_by_the_next_run(make_trainer):
+def test_a_partly_scored_prompt_is_drawn_again_by_the_next_run(make_trainer):
     answers = iter([None] * 8 + [None, None] + [1.0] * 14)
 
     def flaky(completions, **kwargs):
@@ -188,7 +188,7 @@ def test_training_moves_the_policy_and_not_the_reference(make_trainer, full, obj
     assert logs[0]["kl"] == pytest.approx(0, abs=1e-6) and logs[2]["kl"] > 1e-6
 
 
-def test_vllm_is_not_compared_with_old_log_probabilities_that_nothing_computes(make_trainer):
+def test_vllm_is_not_compared_without_old_log_probabilities(make_trainer):
     """A generation batch that serves two optimizer steps: TRL asks for the old policy, whose values nothing needs."""
     trainer = make_trainer(per_device_train_batch_size=4, gradient_accumulation_steps=1, steps_per_generation=2)
     trainer.estimate_values()
@@ -225,7 +225,7 @@ def test_gradient_accumulation_equals_one_large_batch(make_trainer):
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-7, rtol=1e-4)
 
 
-def test_an_evaluation_estimates_no_value_and_leaves_the_metrics_of_training(make_trainer):
+def test_an_evaluation_leaves_the_metrics_of_training(make_trainer):
     evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 5}
     trainer = make_trainer(evaluate_on=problems(40).select(range(30, 40)), **evaluation)
     trainer.train()
@@ -255,7 +255,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("kind", [*ADAPTERS, "continued"])
-def test_the_reference_is_the_base_model_or_the_initial_copy_of_a_continued_adapter(make_trainer, monkeypatch, kind):
+def test_the_reference_equals_the_base_or_the_initial_adapter(make_trainer, monkeypatch, kind):
     """Generation batches of two optimizer steps, for which TRL asks for the old log-probabilities too."""
     settings = {"rows": 8, "steps_per_generation": 2, "per_device_train_batch_size": 4, "value_samples": 2}
     reference = tiny_model()

@@ -110,7 +110,7 @@ def stop(grpo, control):
 
 @every_split
 @pytest.mark.parametrize("event", these_first(["loss", "callback", "stop"], "loss"))
-def test_a_run_that_broke_off_between_two_micro_batches_and_continues(tmp_path, split, event):
+def test_a_run_that_broke_off_between_micro_batches_continues(tmp_path, split, event):
     def run(grpo):
         behind = 1 if split == "cut" else 3
         if event == "loss":
@@ -320,7 +320,7 @@ def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
         torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
 
 
-def test_the_tokens_of_a_cut_micro_batch_are_counted_over_all_of_its_passes(tmp_path):
+def test_tokens_of_a_cut_micro_batch_are_counted_over_its_passes(tmp_path):
     grpo = make(tmp_path, "cut", max_steps=1)
     grpo.train()
     last = grpo._buffered_inputs[-1]
@@ -378,7 +378,7 @@ OTHER_CALLS = {
 
 
 @pytest.mark.parametrize("name", OTHER_CALLS)
-def test_a_call_that_differs_from_the_plan_is_not_answered_from_it(tmp_path, monkeypatch, caplog, name):
+def test_a_call_that_differs_from_the_plan_trains_as_if_alone(tmp_path, monkeypatch, caplog, name):
     stock = GRPOTrainer._get_per_token_logps_and_entropies
 
     @functools.wraps(stock)

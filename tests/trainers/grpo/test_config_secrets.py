@@ -49,7 +49,7 @@ def test_a_plain_config_of_trl_leaves_no_token_either(tmp_path):
     assert TOKEN.encode() not in (tmp_path / "checkpoint-1" / "training_args.bin").read_bytes()
 
 
-def test_a_run_uses_the_tokens_in_dictionaries_and_writes_none_of_them(tmp_path, monkeypatch):
+def test_a_run_writes_no_token_of_a_dictionary(tmp_path, monkeypatch):
     base = save_tiny_model(tmp_path / "base")
     used = []
     load = PreTrainedModel.from_pretrained.__func__

@@ -193,7 +193,7 @@ CASES = {
 
 @TWO_DEVICES
 @pytest.mark.parametrize("case", CASES)
-def test_a_split_model_equals_one_device_and_stock_on_the_same_devices(tmp_path, case):
+def test_a_split_model_equals_one_device_and_stock(tmp_path, case):
     both = T_SPMO if case == "nested rows" else OURS
     ours = split(both, tmp_path / "split", **CASES[case])
     if case == "stock":

@@ -1,7 +1,4 @@
-"""What a step may have next to its loss, in micro-batches and passes of any size: as each micro-batch by itself.
-
-Covers `trainers/options.py`.
-"""
+"""What a step may have next to its loss, in micro-batches and passes of any size: as each micro-batch by itself."""
 
 import itertools
 

@@ -1,7 +1,4 @@
-"""`kill -9` in the middle of a run, then resume: the later steps equal those of the uninterrupted run.
-
-Covers `utils/random_state.py`.
-"""
+"""`kill -9` in the middle of a run, then resume: the later steps equal those of the uninterrupted run."""
 
 import json
 import os

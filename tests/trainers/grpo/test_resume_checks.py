@@ -1,6 +1,6 @@
 """What a trainer logs and does if a checkpoint does not fit: other shapes, another run, the end, a full disk.
 
-Covers `trainers/saving/running.py`, `trainers/saving/stopping.py`.
+Covers `trainers/saving/stopping.py`.
 """
 
 import errno
@@ -112,7 +112,7 @@ def test_another_shape_generates_again_and_is_logged(run, caplog, changes, reaso
     assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
 
 
-def test_the_optimizer_may_change_with_a_warning_and_what_does_not_reach_the_maths_without(run, caplog):
+def test_a_changed_optimizer_warns_and_a_changed_log_does_not(run, caplog):
     make(run, save_steps=2, logging_steps=3, save_total_limit=5, run_name="other").train(resume_from_checkpoint="auto")
     assert " -> " not in caplog.text
     resumed = make(run, max_steps=4, learning_rate=5e-4)
@@ -131,7 +131,7 @@ def test_a_finished_run_does_no_further_step(run, caplog):
     assert before.read_bytes() == after.read_bytes()
 
 
-def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path, monkeypatch):
+def test_whole_checkpoints_are_pushed_and_the_best_one_stays(tmp_path, monkeypatch):
     grpo = make(tmp_path, save_total_limit=2, at_step_end=lambda s: setattr(s, "best_global_step", 1))
     pushed = []
     grpo.args.push_to_hub = True
@@ -146,16 +146,6 @@ def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path
     assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 2
     state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
-
-
-@pytest.fixture
-def default_handlers():
-    """As a process of a terminal has them: in a shell's background SIGINT is ignored."""
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def kill_in_step(grpo, *numbers, step=2, seconds=0.0) -> None:

@@ -91,9 +91,7 @@ KEEPS = [
 
 
 @pytest.mark.parametrize(("reason", "heading", "changes"), KEEPS, ids=[reason for reason, *_ in KEEPS])
-def test_a_term_that_needs_every_completion_and_a_rate_of_one_keep_every_completion(
-    tmp_path, reason, heading, changes
-):
+def test_terms_that_need_every_completion_keep_every_completion(tmp_path, reason, heading, changes):
     ours = make_trainer(tmp_path, **changes)
     assert [heading for heading, line in ours.features() if reason in line] == [heading]
     batch = batch_of(ours)
@@ -136,7 +134,7 @@ def test_nothing_to_learn_is_counted_and_survived(tmp_path, sharing, loss_type, 
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_the_entropy_of_completions_of_one_token_is_that_of_those_in_the_mask(tmp_path, beta):
+def test_the_entropy_of_one_token_completions_is_their_mean(tmp_path, beta):
     """With a KL term nothing is skipped. TRL divides a sum over one column by all rows: 1.90 was logged for stock's
     4.27.
     """
@@ -153,7 +151,7 @@ def test_the_entropy_of_completions_of_one_token_is_that_of_those_in_the_mask(tm
     assert ours._metrics["train"]["entropy"][-1] == pytest.approx(entropies[in_loss].mean().item(), rel=1e-5)
 
 
-def test_the_entropy_of_completions_that_are_all_masked_is_zero_as_in_stock(tmp_path):
+def test_the_entropy_of_masked_completions_equals_stock(tmp_path):
     ours = make_trainer(tmp_path)
     batch = batch_of(ours)
     batch["completion_mask"].zero_()
@@ -167,7 +165,7 @@ def test_the_entropy_of_completions_that_are_all_masked_is_zero_as_in_stock(tmp_
     assert logged == [0.0, 0.0]
 
 
-def test_scored_tokens_do_not_depend_on_how_many_ranks_share_a_batch(tmp_path):
+def test_scored_tokens_do_not_depend_on_the_number_of_ranks(tmp_path):
     ours = make_trainer(tmp_path)
     batch = batch_of(ours)
     batch["advantages"][4:] = 0.0

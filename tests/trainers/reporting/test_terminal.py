@@ -71,7 +71,7 @@ def test_the_time_left_is_estimated_from_the_first_step_on(monkeypatch, capsys):
     assert capsys.readouterr().out == "step  2/10  loss 0.000  reward 1.000  accuracy 95.5%  3.00 s/step  0:24 left\n"
 
 
-def test_quick_work_prints_nothing_into_a_file_and_a_bar_into_a_terminal(monkeypatch, capsys):
+def test_quick_work_prints_a_bar_into_a_terminal_alone(monkeypatch, capsys):
     def accuracy(**metrics):
         assert over_ranks(5, 2, list, lambda batch, drawn: drawn, **metrics) == [0, 1, 2, 3, 4]
         return capsys.readouterr().err

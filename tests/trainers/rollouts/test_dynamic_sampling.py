@@ -91,7 +91,7 @@ def test_groups_left_after_the_last_round_stay_and_are_counted():
     assert metrics["frac_zero_variance"] == 0.75
 
 
-def test_groups_left_out_by_their_rewards_keep_the_direction_of_the_gradient():
+def test_left_out_groups_keep_the_direction_of_the_gradient():
     """The policy chooses one of five answers, with a reward of 0 or 1.
 
     Averaged over all groups whose first two rewards differ, the gradient is a multiple of the gradient of p, the
@@ -143,7 +143,7 @@ BOTH = [(EfficientGRPOTrainer, EfficientGRPOConfig), (TSPMOTrainer, TSPMOConfig)
 @pytest.mark.parametrize(
     "both", [BOTH[0], pytest.param(BOTH[1], marks=pytest.mark.exhaustive)], ids=["grpo", "t_spmo"]
 )
-def test_training_has_fewer_zero_variance_groups_and_resumes_bit_for_bit(tmp_path, both):
+def test_dynamic_sampling_has_fewer_equal_groups_and_resumes(tmp_path, both):
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     zero_variance = {}
     for on in (False, True):

@@ -63,7 +63,7 @@ def test_whole_or_why_not(tmp_path):
 
 
 @pytest.mark.parametrize("manifest", ['{"format": 9', "7", '{"format": 3, "files": 7}'])
-def test_a_manifest_that_cannot_be_read_is_a_reason_and_no_exception(tmp_path, manifest):
+def test_an_unreadable_manifest_is_a_reason_and_no_exception(tmp_path, manifest):
     folder = make(tmp_path, 4)
     (folder / "manifest.json").write_text(manifest)
     assert "manifest.json" in why_not_whole(folder)
@@ -94,14 +94,14 @@ def test_resolving(tmp_path):
         checkpoints.resolve_resume(tmp_path, str(truncated))
 
 
-def test_a_checkpoint_of_stock_trl_is_taken_as_transformers_takes_it(tmp_path):
+def test_a_stock_checkpoint_is_taken_as_by_transformers(tmp_path):
     stock = make(tmp_path, 2, whole=False)
     (stock / "trainer_state.json").write_text('{"global_step": 2}')
     for resume in (str(stock), True, "auto"):
         assert checkpoints.resolve_resume(tmp_path, resume) == str(stock)
 
 
-def test_damaged_checkpoints_are_passed_over_for_an_older_whole_one(tmp_path, caplog):
+def test_damaged_checkpoints_are_passed_over_for_a_whole_one(tmp_path, caplog):
     for step in (2, 4, 6):
         make(tmp_path, step)
     flip_a_bit(tmp_path / "checkpoint-6" / "deep" / "more.bin", position=3)
@@ -120,7 +120,7 @@ def test_damaged_checkpoints_are_passed_over_for_an_older_whole_one(tmp_path, ca
 
 
 @pytest.mark.parametrize("resume", ["auto", True])
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_at_step_0(tmp_path, resume):
+def test_a_run_of_damaged_checkpoints_does_not_start_at_step_0(tmp_path, resume):
     """It would overwrite them. The manifest's removal means that the user wants the files as they are."""
     for step in (2, 4):
         flip_a_bit(make(tmp_path, step) / "weights.bin")
@@ -130,7 +130,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_at_step_0(tmp_pa
     assert checkpoints.resolve_resume(tmp_path, resume) == str(tmp_path / "checkpoint-4")
 
 
-def test_a_run_of_stock_trl_that_was_killed_in_its_first_checkpoint_starts_again(tmp_path, caplog):
+def test_a_stock_run_killed_in_its_first_checkpoint_starts_again(tmp_path, caplog):
     make(tmp_path, 3, whole=False)
     assert checkpoints.resolve_resume(tmp_path, "auto") is None
     assert "checkpoint-3" in caplog.text and "trainer_state.json" in caplog.text
@@ -167,9 +167,7 @@ def test_no_bit_that_a_disk_flips_goes_unseen(tmp_path):
     ],
 )
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_the_checkpoint_just_written_stays_with_any_times_of_the_others(
-    tmp_path, there, newest, limit, best, left, hours
-):
+def test_the_checkpoint_just_written_stays_for_any_file_times(tmp_path, there, newest, limit, best, left, hours):
     """Rotation goes by step: a folder that was copied, or written under another clock, has any time."""
     for step in there:
         folder = make(tmp_path, step)
@@ -180,7 +178,7 @@ def test_the_checkpoint_just_written_stays_with_any_times_of_the_others(
     assert [checkpoints.step_of(path) for path in checkpoints.checkpoints_in(tmp_path)] == left
 
 
-def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):
+def test_what_a_run_was_writing_when_it_ended_is_removed(tmp_path):
     writer = checkpoints.WholeCheckpoints(config(GRPOConfig, tmp_path), Accelerator(cpu=True), lambda: ({}, {}))
     staging = tmp_path / checkpoints.STAGING
     state = TrainerState()
@@ -207,7 +205,7 @@ def test_a_checkpoint_written_again_replaces_the_old_one(tmp_path):
     assert list((tmp_path / checkpoints.STAGING).iterdir()) == []
 
 
-def test_a_folder_with_another_run_or_that_cannot_be_written_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
     checkpoints.check_output_dir(tmp_path / "new", None)
     make(tmp_path, 4)
     with pytest.raises(CheckpointError, match=r"checkpoint-4.*resume_from_checkpoint auto"):

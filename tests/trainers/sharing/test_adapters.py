@@ -10,7 +10,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
 
 @pytest.mark.parametrize("name", these_first(LOOK_AT_ROWS, "aLoRA", "Lily", "prompt tuning"))
-def test_training_with_an_adapter_that_looks_at_rows_is_as_in_stock(name, tmp_path):
+def test_training_an_adapter_that_looks_at_rows_equals_stock(name, tmp_path):
     """Completions of equal rewards, which have no advantage, are among them; completions are drawn as in stock."""
     logs = []
     for cls, config in ((GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)):

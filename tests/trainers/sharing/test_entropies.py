@@ -17,7 +17,7 @@ from tests.trainers.helpers import make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 
 
-def test_a_quantile_that_falls_on_a_tie_selects_what_stock_selects(tmp_path):
+def test_a_quantile_on_a_tie_selects_what_stock_selects(tmp_path):
     stock, ours = (
         make_trainer(cls, build(SUPPORTED["qwen3"]), tmp_path, top_entropy_quantile=0.5)
         for cls in (GRPOTrainer, EfficientGRPOTrainer)
@@ -40,7 +40,7 @@ def test_a_quantile_that_falls_on_a_tie_selects_what_stock_selects(tmp_path):
     assert ours.sharing.status.packs
 
 
-def test_equal_words_about_other_images_have_entropies_of_their_own(tmp_path):
+def test_equal_words_about_other_images_have_own_entropies(tmp_path):
     """Of a trainer that selects tokens by their entropy, in which equal contexts tie."""
     _, batch = with_images("qwen3_vl")
     ids, mask = batch.input_ids, batch.attention_mask

@@ -178,7 +178,7 @@ def test_a_model_that_cannot_be_packed_trains_padded(tmp_path, caplog):
     assert "attention dropout" in trainer.sharing.describe()
 
 
-def test_generation_and_checkpoints_see_the_models_own_implementation(tmp_path, monkeypatch):
+def test_generation_and_checkpoints_see_the_models_attention(tmp_path, monkeypatch):
     """transformers' continuous batching refuses implementations whose name it does not know."""
     trainer = make_trainer(EfficientGRPOTrainer, build("qwen3"), tmp_path)
     config = trainer.model.config

@@ -1,6 +1,6 @@
 """Wrong arguments from Python end in one line before a model is loaded.
 
-Covers `trainers/config_fields.py`, `trainers/grpo/arguments.py`.
+Covers `trainers/grpo/arguments.py`.
 """
 
 import pytest

@@ -1,3 +1,5 @@
+"""Bad input of a script is refused or named before the first step; what TRL accepts trains."""
+
 import logging
 import math
 import re
@@ -15,7 +17,7 @@ from trl_fsdp_qlora.tools.recipe.checks import check_training
 from trl_fsdp_qlora.trainers.starting import input_checks as checks
 
 
-def test_training_stops_with_the_reward_functions_own_exception_and_takes_nan_for_none(tmp_path):
+def test_a_rewards_exception_ends_training_and_nan_is_none(tmp_path):
     def judge(missing):
         def reward(completions, **_):
             if missing is ConnectionError:
@@ -71,7 +73,7 @@ MEANT = [
 
 
 @pytest.mark.parametrize(("name", "value"), MISTAKES)
-def test_a_number_that_can_only_be_a_mistake_is_a_line_in_a_script_and_an_error_in_a_recipe(name, value, tmp_path):
+def test_impossible_numbers_warn_in_scripts_and_end_recipes(name, value, tmp_path):
     args = config(EfficientGRPOConfig, tmp_path, **{name: value})
     (line,) = checks.mistakes(args)
     assert line.startswith(f"{name}={value} can only be a mistake: ")
@@ -86,7 +88,7 @@ def test_what_can_be_meant_is_let_pass(name, value, tmp_path):
     check_training(args, ModelConfig())
 
 
-def test_every_default_is_meant_and_every_name_of_the_table_is_a_field():
+def test_defaults_are_meant_and_names_of_the_table_are_fields():
     every = [
         AStarPOConfig("unused", use_cpu=True, bf16=False),
         ModelConfig(),

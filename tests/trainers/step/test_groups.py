@@ -1,8 +1,11 @@
+"""Whole groups: every row once, groups unbroken, and orders equal to those of TRL's shuffle and sampler."""
+
 from itertools import pairwise
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import SequentialSampler
 from trl.trainer.utils import RepeatSampler
 
 from trl_fsdp_qlora.trainers.step.groups import group_permutation, micro_batches, with_epochs
@@ -20,7 +23,7 @@ def test_every_row_once_and_groups_together(rows, group, offset):
             assert b == a + 1  # in its own order
 
 
-def test_groups_move_by_one_draw_from_the_global_generator_as_stock():
+def test_groups_move_by_one_global_draw_as_stock():
     torch.manual_seed(3)
     torch.randperm(24)
     expected = torch.rand(4)
@@ -38,10 +41,13 @@ def test_shuffle_moves_all_fields_alike_and_leaves_scalars():
     assert shuffled["total"] == 5 and shuffled["nothing"] is None
 
 
-def test_sampler_orders_equal_trls_and_a_later_epoch_can_be_entered_directly():
+def test_the_samplers_orders_equal_trls_in_every_epoch():
     running, ours = (RepeatSampler(range(10), 2, batch_size=3, repeat_count=2, seed=5) for _ in range(2))
     expected = [list(running) for _ in range(3)]
-    with_epochs(ours)
+    entered = with_epochs(ours)
     for epoch in (0, 1, 2, 1):
-        ours.set_epoch(epoch)
-        assert list(ours) == expected[epoch]
+        entered.set_epoch(epoch)
+        assert list(entered) == expected[epoch]
+    assert type(ours) is RepeatSampler and len(entered) == len(ours)
+    others = SequentialSampler(range(3))
+    assert with_epochs(others) is others

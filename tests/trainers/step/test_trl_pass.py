@@ -8,7 +8,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.trainers.step import trl_pass
 from trl_fsdp_qlora.trainers.step.rows import padded_batch
-from trl_fsdp_qlora.trainers.step.trl_pass import Request
+from trl_fsdp_qlora.trainers.step.trl_pass import LossRequest
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def made(tmp_path):
 
 def request_of(made):
     batch = made._prepare_inputs([made.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
-    return Request(made.model, batch, scored_BC=batch["completion_mask"].bool())
+    return LossRequest(made.model, batch, scored_BC=batch["completion_mask"].bool())
 
 
 def scored(made, request, change):
@@ -30,7 +30,7 @@ def scored(made, request, change):
         return made._get_per_token_logps_and_entropies(made.model, **arguments)
 
 
-def test_tokens_of_other_rows_are_not_masked_by_those_of_the_loss(made, monkeypatch):
+def test_other_rows_are_not_masked_by_the_losss_tokens(made, monkeypatch):
     """On a TRL that was not tested the pass may score the rows in another order."""
     request = request_of(made)
     monkeypatch.setattr(trl_pass, "is_tested", lambda: False)
@@ -39,15 +39,15 @@ def test_tokens_of_other_rows_are_not_masked_by_those_of_the_loss(made, monkeypa
         scored(made, request, lambda ids: ids.flip(0))
 
 
-def test_a_loss_that_leaves_out_tokens_and_does_not_ask_for_their_values_ends(made):
+def test_a_loss_that_leaves_out_tokens_has_to_ask_for_the_others(made):
     request = request_of(made)
     with pytest.raises(UserError, match="does not ask"), made.trl_pass.requested(request):
         pass
 
 
-def test_a_further_call_of_the_pass_has_values_and_gradients_of_its_own(made):
+def test_a_second_call_of_the_pass_has_gradients_of_its_own(made):
     """As in stock TRL: of the policy, with a gradient."""
-    request = Request(made.model, request_of(made).inputs, is_open=True)
+    request = LossRequest(made.model, request_of(made).inputs, is_open=True)
     first = scored(made, request, lambda ids: ids)[0]
     further = made._get_per_token_logps_and_entropies(made.model, **padded_batch(request.inputs))[0]
     torch.testing.assert_close(further, first, rtol=1e-4, atol=1e-5)

@@ -22,6 +22,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
+from transformers.utils import ModelOutput
 
 from ...compat.peft import looks_beyond_tokens
 from ...compat.transformers import CACHE, CACHE_NAMES
@@ -46,12 +47,7 @@ from ...scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable
 from .lora_products import joined_products
 from .prefill import OF_IMAGES, Prefill, padding_of, rows_of
-from .turns import (
-    KeptRow,
-    KeptTurns,
-    States,
-    layer_states,
-)
+from .turns import KeptRow, KeptTurns, States, layer_states
 
 if TYPE_CHECKING:
     from ...compat.trl import Vision
@@ -219,8 +215,14 @@ class Decoding:
         return {name: x for name, x in batch.items() if name in needed}
 
     def _prefill(
-        self, model, ids_UP, prompt_R: torch.Tensor, batch: "_DecodedRows", config: GenerationConfig, synced_gpus: bool
-    ):
+        self,
+        model: PreTrainedModel,
+        ids_UP: torch.Tensor,
+        prompt_R: torch.Tensor,
+        batch: "_DecodedRows",
+        config: GenerationConfig,
+        synced_gpus: bool,
+    ) -> ModelOutput:
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
         prompts = Prefill(
             model, ids_UP, batch.kwargs, batch.cache_name, config, synced_gpus=synced_gpus, pixels=self._pixels
@@ -240,7 +242,7 @@ class Decoding:
         return outputs
 
     @contextmanager
-    def _tower_on_every_rank(self, model, device: torch.device, synced_gpus: bool) -> Iterator[None]:
+    def _tower_on_every_rank(self, model: PreTrainedModel, device: torch.device, synced_gpus: bool) -> Iterator[None]:
         """Inside the block a rank without new images runs a sharded vision tower, too, on images of another rank.
 
         Its weights are gathered by all ranks at once. Prompts may have images on some ranks only, and so may the
@@ -283,7 +285,15 @@ class _DecodedRows:
         longest: maximum length of a row, prompt included.
     """
 
-    def __init__(self, ids_UP, prompt_R, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
+    def __init__(
+        self,
+        ids_UP: torch.Tensor,
+        prompt_R: torch.Tensor,
+        config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        kwargs: dict[str, object],
+    ):
         self.ids_AL = ids_UP[prompt_R]
         self.kwargs = kwargs
         self.cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE)

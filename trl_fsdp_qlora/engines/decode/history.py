@@ -7,12 +7,10 @@ messages. If their tokens continue the row of the turn before, the row continues
 that the engine returned. If they part from it, a row begins.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...compat import trl as trls
-from ...compat.trl_rollouts import with_own_template, with_turns_by
 from ...errors import UserError
 
 if TYPE_CHECKING:
@@ -20,12 +18,6 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 NOT_AS_SERVED = "the chat template strips earlier thinking: what is trained is not what is served; history: template"
-
-
-def tokenized_as_served(trainer: "GRPOTrainer", tokenize_prompts: Callable[[list], tuple], prompts: list) -> tuple:
-    """TRL's `_tokenize_prompts` with the tokenizer's own chat template, and not with TRL's for training."""
-    with with_own_template(trainer):
-        return tokenize_prompts(prompts)
 
 
 class RenderedHistory:
@@ -45,6 +37,16 @@ class RenderedHistory:
         self.prompts = prompts
         self.seen = [[list(ids)] for ids in prompt_ids]
         self._messages = [len(messages) for messages in prompts]  # of each episode when its last turn began
+
+    def turn_of(self, generate_turn: Callable[..., tuple]) -> Callable[..., tuple]:
+        """`generate_turn`, a `_generate_single_turn`, that generates from the rendered messages."""
+
+        def generate(_appended, images, fields, **options):
+            if images is not None:
+                raise UserError("history: template renders no images yet; history: append does")
+            return generate_turn(self.next_prompts(), images, fields, **options)
+
+        return generate
 
     def next_prompts(self) -> list[list[int]]:
         """The rendered prompts of the episodes that have a next turn: those to which TRL appended messages."""
@@ -97,23 +99,6 @@ def _sampled_turns(ids: list[int], values: list, mask: list[int]) -> list[list[t
             turns[-1].append((token, value))
         was_sampled = bool(is_sampled)
     return turns
-
-
-@contextmanager
-def rendering(
-    trainer: "GRPOTrainer", prompts: list[list[dict]], prompt_ids: list[list[int]]
-) -> Iterator[RenderedHistory]:
-    """In the block, each further turn of TRL's tool loop is generated from the rendered messages."""
-    history = RenderedHistory(trainer, prompts, prompt_ids)
-    generate_turn = trainer._generate_single_turn
-
-    def generate(_appended, images, fields, **options):
-        if images is not None:
-            raise UserError("history: template renders no images yet; history: append does")
-        return generate_turn(history.next_prompts(), images, fields, **options)
-
-    with with_turns_by(trainer, generate):
-        yield history
 
 
 _THOUGHT = "what the model thought before it called"

@@ -1,5 +1,6 @@
-"""`Rollout`: the source of all completions, for training's own rollouts, accuracy and stage 1."""
+"""`Rollout`: draws training's completions, and prepares the model by which accuracy and stage 1 generate."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, fields
@@ -11,7 +12,6 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import GenerationConfig
 
-from ...compat.transformers_generation import drawing_one_token
 from ...compat.trl_rollouts import Turn, unwrapped_for_generation
 from ...errors import UserError
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
@@ -39,7 +39,7 @@ class GenerateSettings(NamedTuple):
 
 
 class Rollout:
-    """Source of completions for a model in any wrapper; `backend` is TRL's `DistributedBackend`."""
+    """Draws completions from a model in any wrapper; `backend` is TRL's `DistributedBackend`."""
 
     def __init__(self, args: "GRPOConfig", accelerator: Accelerator, backend: "DistributedBackend"):
         self.args = args
@@ -89,14 +89,22 @@ class Rollout:
                 return stock(**turn._asdict())
         turns = None if settings is None else self._turns
         if turns is not None and turns.number > 0:
-            self._any_rank_goes_on(True)
+            self._any_rank_continues(True)
         try:
             return self._turn(stock, turn, wrapped, settings, turns)
         finally:
             if turns is not None:
                 turns.number += 1
 
-    def _turn(self, stock, turn: Turn, wrapped, settings: GenerateSettings | None, turns: KeptTurns | None):
+    def _turn(
+        self,
+        stock: Callable,
+        turn: Turn,
+        wrapped: nn.Module,
+        settings: GenerateSettings | None,
+        turns: KeptTurns | None,
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """A turn by our loop if it is exact, else by `stock`; see [`training_turn`]."""
         if settings is None or self.why_stock(wrapped, settings) is not None:
             return stock(**turn._asdict())
         vision = _vision_of(turn)
@@ -141,20 +149,22 @@ class Rollout:
         """Take part in the further turns of other ranks, if a forward is collective and this rank's episodes are over.
 
         Args:
-            stock, wrapped, settings: see `training_turn`.
+            stock: for a generation config, TRL's `_generate_single_turn` that draws by it.
+            wrapped, settings: see `training_turn`.
             prompt: tokens of any prompt of this rank.
         """
         if settings is None or self._turns is None:
             return
-        while self._any_rank_goes_on(False):
-            # This rank's token is not used; the decoding loop continues as long as any rank's loop does.
-            turn = Turn([prompt[-1:]], None, {}, num_generations=1)
-            with drawing_one_token(settings.config):
-                self._turn(stock, turn, wrapped, settings, self._turns)
+        # This rank's token is not used; the decoding loop continues as long as any rank's loop does.
+        turn = Turn([prompt[-1:]], None, {}, num_generations=1)
+        config = copy.copy(settings.config)
+        config.max_new_tokens = 1
+        while self._any_rank_continues(False):
+            self._turn(stock(config), turn, wrapped, settings._replace(config=config), self._turns)
             self._turns.clear()
             self._turns.number += 1
 
-    def _any_rank_goes_on(self, this_one: bool) -> bool:
+    def _any_rank_continues(self, this_one: bool) -> bool:
         """Whether any rank generates another turn.
 
         Collective if a forward is collective: every rank then has to generate equally often.

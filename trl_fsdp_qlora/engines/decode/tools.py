@@ -7,12 +7,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
-
-from ...compat.trl_rollouts import with_tools
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -26,7 +24,7 @@ def limited(tool: Callable, seconds: float | None) -> Callable:
     """`tool` with a time limit: a call raises `TimeoutError` after `seconds`, and TRL handles it as any tool error.
 
     In the main thread a signal stops a function, unless it waits in a library without returning to Python. In another
-    thread the function runs in a thread of its own, which nobody waits for after the limit.
+    thread the function runs in a thread of its own, for which the caller does not wait after the limit.
     """
     if not seconds:
         return tool
@@ -56,22 +54,20 @@ def limited(tool: Callable, seconds: float | None) -> Callable:
     return limited_function
 
 
-def limited_tools(
-    trainer: "GRPOTrainer", attributes: tuple[str, ...], seconds: float | None
-) -> AbstractContextManager:
-    """A context in which the tools of TRL's `trainer` have a time limit, see [`limited`].
+def limited_tools(trainer: "GRPOTrainer", seconds: float | None) -> dict[str, list[dict[str, Callable]]]:
+    """The tools of TRL's `trainer` with a time limit, see [`limited`], by the attributes that hold them.
 
-    `attributes` are lists of `{name: tool}`; without them, tools take as long as they take.
+    In a TRL without these attributes, tools take as long as they take.
     """
     limited_by_attribute = {}
-    for attribute in attributes:
+    for attribute in ("_sync_tool_dicts", "_async_tool_dicts"):
         if not hasattr(trainer, attribute):
             continue
         limited_by_attribute[attribute] = []
         for tools in getattr(trainer, attribute):
             with_limits = {name: limited(tool, seconds) for name, tool in tools.items()}
             limited_by_attribute[attribute].append(with_limits)
-    return with_tools(trainer, limited_by_attribute)
+    return limited_by_attribute
 
 
 def _in_thread(call: Callable, seconds: float, line: str) -> Any:

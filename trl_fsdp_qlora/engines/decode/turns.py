@@ -52,10 +52,10 @@ def layer_states(layer) -> States:
     """The tensors that a layer of a cache holds; each tensor has a row for each row of the batch."""
     states: States = {}
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        for kind, by_number in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+        for state_name, by_number in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
             for number, state in by_number.items():
                 if state is not None:
-                    states[kind, number] = state
+                    states[state_name, number] = state
     if getattr(layer, "keys", None) is not None and layer.get_seq_length():
         states["keys"] = layer.keys
         states["values"] = layer.values
@@ -67,8 +67,8 @@ def fill_layer(layer, states: States, length: int) -> None:
     for name, state in states.items():
         if name in ("keys", "values"):
             continue
-        kind, number = name
-        if kind == "conv":
+        state_name, number = name
+        if state_name == "conv":
             layer.update_conv_state(state, state_idx=number, conv_kernel_size=state.shape[-1])
         else:
             layer.update_recurrent_state(state, state_idx=number)

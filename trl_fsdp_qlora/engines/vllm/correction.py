@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.logging import get_logger
 
-from ...compat.trl_rollouts import IMPORTANCE_RATIO, SAMPLED_LOGPS, SAMPLING_METRICS, DrawnRows
+from ...compat.trl_rollouts import (
+    DIFFERENCE_METRICS,
+    IMPORTANCE_RATIO,
+    RATIO_METRICS,
+    SAMPLED_LOGPS,
+    DrawnRows,
+)
 from .adapter_sync import RolloutError
 from .sync_choice import truncations
 
@@ -122,19 +128,24 @@ def sampling_figures(inputs: DrawnRows, policy_BC: torch.Tensor, scored_BC: torc
 def sampling_metrics(figures: list[list[float]]) -> tuple[dict[str, float], float, float]:
     """TRL's metrics of engine and policy, the tokens, and Σ|engine − policy|.
 
+    TRL's own pass scores every completion. A loss that leaves out completions without an advantage may score no token
+    of a batch: then nothing was compared, and the metric is absent, because a 0 would lower the mean of a logged step.
+
     `figures`: [`sampling_figures`] of each rank.
     """
     by_figure = list(zip(*figures, strict=True))
     tokens, differences, largest = by_figure[:3]
     total_tokens = sum(tokens)
     total_difference = sum(differences)
-    values = [total_difference / max(total_tokens, 1), max(largest)]
+    metrics = {}
+    if total_tokens:
+        mean_difference = total_difference / total_tokens
+        metrics.update(zip(DIFFERENCE_METRICS, (mean_difference, max(largest)), strict=True))
     if len(by_figure) > 3:
         counts, least, sums, most = by_figure[3:]
         if any(counts):
-            mean = sum(sums) / sum(counts)
-            values += [min(least), mean, max(most)]
-    metrics = dict(zip(SAMPLING_METRICS, values, strict=False))
+            mean_ratio = sum(sums) / sum(counts)
+            metrics.update(zip(RATIO_METRICS, (min(least), mean_ratio, max(most)), strict=True))
     return metrics, total_tokens, total_difference
 
 

@@ -5,10 +5,12 @@ untouched base and loads each version of the adapter under a new name. Sleep fre
 weights.
 """
 
+import copy
 import logging
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,9 +19,10 @@ from accelerate.utils import broadcast_object_list
 from requests.adapters import HTTPAdapter, Retry
 
 from ...compat.trl import VLLMClient, VLLMGeneration
-from ...compat.vllm import llm_with, skip_destroyed_groups
+from ...compat.vllm import init_with, skip_destroyed_groups
 from ...utils.ranks import on_main
 from ...utils.resources import cache_folder
+from ...utils.substitute import Substitute
 from .adapter_sync import (
     AdapterVersions,
     RolloutError,
@@ -68,15 +71,9 @@ class _Serving:
             engine.remove_lora(self.adapter.lora_int_id)
         self.adapter = request
 
-    @contextmanager
-    def answering_as_base(self) -> Iterator[None]:
-        """A context without an adapter."""
-        adapter = self.adapter
-        self.adapter = None
-        try:
-            yield
-        finally:
-            self.adapter = adapter
+    def without_adapter(self) -> "_Serving":
+        """The same engine, whose requests name no adapter."""
+        return Substitute(self, generate=partial(self._llm.generate, lora_request=None))
 
     def sleep(self, level: int = 2) -> None:
         if self._frees_the_cache_alone:
@@ -166,15 +163,11 @@ class AdapterServer(VLLMClient):
         for endpoint in ("load_lora_adapter", "unload_lora_adapter"):
             self.session.mount(f"{self.base_url}/v1/{endpoint}", HTTPAdapter(max_retries=retry))
 
-    @contextmanager
-    def answering_as_base(self) -> Iterator[None]:
-        """A context in which the server is asked for completions of the base, not of the adapter."""
-        adapter = self.model
-        self.model = self.base
-        try:
-            yield
-        finally:
-            self.model = adapter
+    def without_adapter(self) -> "AdapterServer":
+        """A client that asks the server for completions of the base, not of the adapter."""
+        client = copy.copy(self)
+        client.model = self.base
+        return client
 
     def ask(self, endpoint: str, content: dict) -> None:
         """Load or unload an adapter; raises [`RolloutError`] with the server's reason."""
@@ -259,8 +252,8 @@ class AdapterEngine(VLLMGeneration):
         sharing = nullcontext((None, {}))
         if self.own_base is None:
             sharing = self.one_base().sharing(self.model)
-        with sharing as (self.shared_base, share), llm_with({**options, **self.engine_kwargs, **share}, _Serving):
-            super()._init_vllm()
+        with sharing as (self.shared_base, share):
+            init_with(super()._init_vllm, {**options, **self.engine_kwargs, **share}, _Serving)
 
     def sync_weights(self) -> None:
         """Publish the adapter as it is now, and make the engine answer with it. Every rank has to call it."""
@@ -299,10 +292,14 @@ class AdapterEngine(VLLMGeneration):
         """Whether a rank can ask for completions by itself, without the other ranks."""
         return self.mode == "server" or self.tensor_parallel_size == 1
 
-    def without_adapter(self) -> AbstractContextManager:
-        """Context in which the engine answers with the base model: the reference policy of a LoRA run."""
-        engine = self.llm if self.mode == "colocate" else self.vllm_client
-        return engine.answering_as_base()
+    def without_adapter(self) -> "AdapterEngine":
+        """The same engine, which answers with the base model: the reference policy of a LoRA run."""
+        engine = copy.copy(self)
+        if self.mode == "colocate":
+            engine.llm = self.llm.without_adapter()
+        else:
+            engine.vllm_client = self.vllm_client.without_adapter()
+        return engine
 
 
 def why_not_shared(args: "GRPOConfig", model, accelerator, one_base: Callable[[], ModuleType]) -> str | None:

@@ -51,7 +51,7 @@ class SharedBase:
     Attributes:
         parameters: name in the base, without an adapter -> the trainer's parameter: a view of vLLM's, or packed bytes
             that vLLM multiplies by.
-        own: name -> why the trainer keeps a copy of its own.
+        not_shared: name -> why the trainer keeps a copy of its own.
         packed: name -> the 4-bit layer, of those by whose bytes vLLM can multiply.
         dense: name -> a function that dequantizes this weight, of all in 4 bits.
     """
@@ -59,7 +59,7 @@ class SharedBase:
     def __init__(self, model: PeftModel):
         self.base = model.get_base_model()
         self.parameters: dict[str, nn.Parameter] = {}
-        self.own: dict[str, str] = {}
+        self.not_shared: dict[str, str] = {}
         self.packed: dict[str, nn.Module] = {}
         self.dense: dict[str, Callable[[], torch.Tensor]] = {}
         self._without_data: dict[int, tuple[str, torch.Tensor]] = {}
@@ -75,15 +75,15 @@ class SharedBase:
 
         keep_plain_kernel(self.base)
         self.dense = {_plain(name): dense for name, dense in dense_weights(self.base).items()}
-        self.own = dict.fromkeys(self.dense, "experts are not shared")
+        self.not_shared = dict.fromkeys(self.dense, "experts are not shared")
         for module_name, layer in quantized_layers(self.base).items():
             name = _plain(f"{module_name}.weight")
             reason = why_not_readable(layer)
             if reason is None:
                 self.packed[name] = layer
-                del self.own[name]
+                del self.not_shared[name]
             else:
-                self.own[name] = reason
+                self.not_shared[name] = reason
 
     def describe(self) -> str:
         """A line of the start-up block."""
@@ -91,10 +91,10 @@ class SharedBase:
         shared = sum(size_of[name] for name in self.parameters) / 1e9
         whole = sum(size_of.values()) / 1e9
         line = f"vLLM shares {shared:.3g} of {whole:.3g} GB of the base with the trainer"
-        if not self.own:
+        if not self.not_shared:
             return line
-        name = max(self.own, key=lambda name: size_of[name])
-        return f"{line}; not {name}: {self.own[name]}"
+        name = max(self.not_shared, key=lambda name: size_of[name])
+        return f"{line}; not {name}: {self.not_shared[name]}"
 
     def check(self) -> None:
         """Refuse to continue if a shared weight was written since the first call: vLLM would draw from it.
@@ -199,12 +199,12 @@ class SharedBase:
         for name in dense:
             if _memory_of(self.parameters[name]) not in read:
                 del self.parameters[name]
-                self.own[name] = "vLLM's kernels want another layout"
+                self.not_shared[name] = "vLLM's kernels want another layout"
         self._sums = None
         self.check()
         for name, parameter in self._frozen().items():
-            if name not in self.parameters and name not in self.own:
-                self.own[name] = _why_own(name, parameter)
+            if name not in self.parameters and name not in self.not_shared:
+                self.not_shared[name] = _why_own(name, parameter)
 
 
 def _why_own(name: str, parameter: nn.Parameter) -> str:
@@ -383,7 +383,7 @@ class _Filling:
         if name is None:
             self.copied.setdefault(parameter, []).append(tensor)
         else:
-            self.shared.own[name] = "vLLM multiplies by it in another way than by a linear layer"
+            self.shared.not_shared[name] = "vLLM multiplies by it in another way than by a linear layer"
             tensor = self.shared.dense[name]()
         self._allocate(parameter)
         return self.loaders[parameter](parameter, tensor, *args, **kwargs)
@@ -413,7 +413,7 @@ class _Filling:
                 return
         self._allocate(parameter)
         for name, args, kwargs in parts:
-            self.shared.own[name] = "vLLM stacks its rows with rows that are not in 4 bits"
+            self.shared.not_shared[name] = "vLLM stacks its rows with rows that are not in 4 bits"
             dense = self.shared.dense[name]()
             self.copied.setdefault(parameter, []).append(dense)
             load(parameter, dense, *args, **kwargs)

@@ -19,15 +19,15 @@ main thread.
 import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import xxhash
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from ...compat.trl_rollouts import Generated, generating_by, log_rollout, with_environments
+from ...compat.trl_rollouts import Generated, log_rollout
 from ...engines.vllm.adapter_sync import RolloutError
 from ...errors import UserError
 from ...trainers.rollouts.generation_batches import generate_every
@@ -73,7 +73,7 @@ def check_config(args: "GRPOConfig") -> None:
     if args.rollouts_ahead and args.accelerator_config.dispatch_batches:
         raise ValueError(
             "rollouts_ahead=1 with an accelerator_config of dispatch_batches=True: one process would read the rows of "
-            "all, and accelerate hands on tensors, not prompts. Use dispatch_batches: false, or leave it out"
+            "all, and accelerate passes tensors, not prompts. Use dispatch_batches: false, or leave it out"
         )
 
 
@@ -222,28 +222,27 @@ class RolloutsAhead:
 
     # --- a generation ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def handing_in(self, rows: list[dict]) -> Iterator[None]:
-        """A context in which TRL's `_generate_and_score_completions` gets the batch for `rows` that was drawn.
+    def take(self, rows: list[dict]) -> tuple[Callable[[list], tuple], dict[str, object]]:
+        """Take the batch for `rows` that was drawn, send the policy, and ask for the next batch. Collective.
 
-        Before it, the policy is sent and the next batch is asked for. Collective.
+        Returns:
+            What TRL's `_generate_and_score_completions` calls in place of `_generate`, and its other values of the
+            trainer's attributes, by name.
         """
         with self.trainer.clock.phase("generate"):
             batch = self._take(rows)
-        # Environments have begun and ended their episodes, so TRL gets others to reset.
-        played = batch.drawn.environments is not None
-        environments = nullcontext()
-        if played:
-            environments = with_environments(self.trainer, self.drawing.resting(len(rows)))
+        of_trainer = {}
+        if batch.drawn.environments is not None:
+            # These have begun and ended their episodes, so TRL gets others to reset.
+            of_trainer["_environment_pool"] = self.drawing.resting(len(rows))
         waiting = [batch]
 
-        def generate(prompts: list):
+        def generate(prompts: list) -> tuple:
             if not waiting:  # a further group of dynamic sampling
-                return type(self.trainer)._generate(self.trainer, prompts)
+                return self.trainer._generate(prompts)
             return self._hand_in(waiting.pop(), prompts)
 
-        with generating_by(self.trainer, generate), environments:
-            yield
+        return generate, of_trainer
 
     def _take(self, rows: list[dict]) -> GenerationBatch:
         """The batch for `rows`, and the next one is asked for. Collective."""
@@ -430,9 +429,9 @@ class RolloutsAhead:
     def restore(self, state: str | None) -> None:
         """Continue with the batch that [`state`] kept."""
         self.stop()
-        kept = {} if state is None else json.loads(state)
-        if "figures" in kept:  # an earlier version kept something else, and the batch is drawn again
-            self.batch = GenerationBatch.kept(kept)
+        saved = {} if state is None else json.loads(state)
+        if "figures" in saved:  # an earlier version kept something else, and the batch is drawn again
+            self.batch = GenerationBatch.kept(saved)
 
 
 def _users_methods(trainer: "EfficientGRPOTrainer", names: tuple[str, ...]) -> list[str]:

@@ -23,6 +23,7 @@ from ...compat.trl_rollouts import Generated, with_names
 from ...engines.decode.rollout import Rollout
 from ...engines.vllm.adapter_sync import RolloutError
 from ...utils.nonfatal import nonfatal
+from ...utils.substitute import Substitute
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -69,15 +70,10 @@ class Drawn:
     attributes: dict[str, tuple[object, object]]
 
 
-class _Instead:
-    """Another object, with other values under some names."""
+class _Apart(Substitute):
+    """A substitute in a thread: what is set on it stays here."""
 
-    def __init__(self, original: object, **values: object):
-        self._original = original
-        vars(self).update(values)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._original, name)
+    __setattr__ = object.__setattr__
 
 
 class _Resting:
@@ -108,16 +104,16 @@ class Drawing:
         """A copy of the trainer as it is now, that draws for `rows`. Made on the main thread.
 
         Args:
-            is_forgotten: whether nobody waits for the batch any more.
+            is_forgotten: whether the run no longer waits for the batch.
         """
         trainer = self.trainer
         if self._tokenizers is None:  # a fast tokenizer cannot be used by two threads
             self._tokenizers = copy.deepcopy((trainer.processing_class, trainer._tokenizer))
         drawer = copy.copy(trainer)
         drawer.processing_class, drawer._tokenizer = self._tokenizers
-        drawer.model = _Instead(trainer.model, training=True)
+        drawer.model = _Apart(trainer.model, training=True)
         drawer.state = copy.copy(trainer.state)
-        drawer.accelerator = _Instead(
+        drawer.accelerator = _Apart(
             trainer.accelerator,
             device=torch.device("cpu"),
             gather=lambda tensor: tensor,
@@ -130,8 +126,8 @@ class Drawing:
         )
         # The model of this process draws nothing, and its passes and phases belong to the main thread.
         drawer.rollout = Rollout(trainer.args, drawer.accelerator, trainer._dist)
-        drawer.sharing = _Instead(trainer.sharing, original_attention=nullcontext)
-        drawer.clock = _Instead(trainer.clock, phase=lambda name: nullcontext())
+        drawer.sharing = _Apart(trainer.sharing, original_attention=nullcontext)
+        drawer.clock = _Apart(trainer.clock, phase=lambda name: nullcontext())
         drawer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
         for name in vars(trainer).keys() & set(_PENDING):
             setattr(drawer, name, defaultdict(list))
@@ -161,7 +157,7 @@ class Drawing:
         def generate(*args, **kwargs):
             url = engine.vllm_client.base_url
             if is_forgotten():
-                raise RolloutError(f"nobody waits for what the vLLM server at {url} would draw")
+                raise RolloutError(f"the run no longer waits for what the vLLM server at {url} would draw")
             try:
                 return stock(*args, **kwargs)
             except Exception as error:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 class UpcomingRows:
     """The micro-batches of a data loader in their order; those to come can be looked at, and are kept until then.
 
-    So rows that were drawn for are the rows that are trained on, whatever the loader reads them from.
+    So the rows that a batch was drawn for are the rows that are trained on, for any source of the loader.
 
     Args:
         micro_batches: iterator of the data loader, over one epoch.
         digest: of a micro-batch.
 
     Attributes:
-        digests: of the micro-batches given since the optimizer step began, as they were read; `None` once nobody
-            compares them any more.
+        digests: of the micro-batches given since the optimizer step began, as they were read; `None` once
+            they are no longer compared.
     """
 
     def __init__(self, micro_batches: Iterator, digest: Callable[[list[dict]], str]):

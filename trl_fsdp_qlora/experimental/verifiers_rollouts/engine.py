@@ -21,6 +21,7 @@ from verifiers.v1 import (
     AssistantMessage,
     Client,
     Env,
+    EnvConfig,
     Episode,
     ModelContext,
     Response,
@@ -40,6 +41,7 @@ from verifiers.v1.types import TurnTokens
 from ...compat.trl import parse_response
 from ...compat.trl_rollouts import has_response_format, with_response_schema
 from ...prefix_sharing.ranks import reduced_over_ranks
+from ...utils.substitute import Substitute
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -51,7 +53,7 @@ CLIENT_CONFIG = TrainClientConfig(base_url="http://trainer.invalid/v1", api_key_
 
 
 @dataclass
-class Call:
+class AgentCall:
     """A call of the model: the turn to draw, its limit of tokens, and its response; `number` counts its episode's."""
 
     episode: int
@@ -65,7 +67,7 @@ class TrainerClient(Client):
     """The model client of all episodes: a call waits until the trainer has drawn it."""
 
     def __init__(self):
-        self.calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # `None`: an episode is over
+        self.calls: queue.SimpleQueue[AgentCall | None] = queue.SimpleQueue()  # `None`: an episode is over
         self.episodes: dict[str, int] = {}  # of a trace
         self.counts: Counter[int] = Counter()  # of an episode's calls
 
@@ -84,7 +86,7 @@ class TrainerClient(Client):
         episode = self.episodes[session_id]
         self.counts[episode] += 1
         limit = body.get("max_tokens") or body.get("max_completion_tokens")
-        call = Call(episode, self.counts[episode], turn, limit)
+        call = AgentCall(episode, self.counts[episode], turn, limit)
         self.calls.put(call)
         response = await asyncio.wrap_future(call.response)
         response.raw = serialize_completion(response, body["model"])
@@ -109,13 +111,12 @@ def played(environment: Env, tasks: list[Task], trainer: "GRPOTrainer") -> list[
             client.calls.put(None)
 
     async def play_all() -> None:
-        async with environment.serving():
+        # The environment is the user's, so it keeps its config.
+        with_one_server = Substitute(environment, config=_with_one_server(environment.config))
+        async with type(environment).serving(with_one_server):
             environment._interception.clients[CLIENT_CONFIG.model_dump_json()] = client
             await asyncio.gather(*map(play, range(len(tasks))))
 
-    # A pool makes servers when they are needed, and each has clients of its own.
-    if not isinstance(environment.config.interception, InterceptionServerConfig):
-        environment.config.interception = InterceptionServerConfig()
     with _in_a_thread(play_all) as playing:
         rounds = _together(client.calls, len(tasks), playing)
         while True:
@@ -127,6 +128,13 @@ def played(environment: Env, tasks: list[Task], trainer: "GRPOTrainer") -> list[
             _draw(calls, most, trainer)
         playing.result()
     return episodes
+
+
+def _with_one_server(config: EnvConfig) -> EnvConfig:
+    """A config that serves by one server. A pool makes servers as they are needed, each with clients of its own."""
+    if isinstance(config.interception, InterceptionServerConfig):
+        return config
+    return config.model_copy(update={"interception": InterceptionServerConfig()})
 
 
 @contextmanager
@@ -149,9 +157,11 @@ def _in_a_thread(play_all: Callable[[], Coroutine]) -> Iterator["Future[None]"]:
             raise
 
 
-def _together(calls: "queue.SimpleQueue[Call | None]", episodes: int, playing: "Future[None]") -> Iterator[list[Call]]:
+def _together(
+    calls: "queue.SimpleQueue[AgentCall | None]", episodes: int, playing: "Future[None]"
+) -> Iterator[list[AgentCall]]:
     """The calls that are drawn together: one of every episode that plays, or those that have come for a while."""
-    waiting: list[Call] = []
+    waiting: list[AgentCall] = []
     while episodes or waiting:
         try:
             call = calls.get(timeout=PATIENCE)
@@ -170,7 +180,7 @@ def _together(calls: "queue.SimpleQueue[Call | None]", episodes: int, playing: "
             waiting = []
 
 
-def _draw(calls: list[Call], count: int, trainer: "GRPOTrainer") -> None:
+def _draw(calls: list[AgentCall], count: int, trainer: "GRPOTrainer") -> None:
     """Draw the turns of `calls`, and answer them; `count` prompts are drawn, and the rest are for no call."""
     tokenizer = trainer._tokenizer
     prompts = [_rendered(call.turn, tokenizer, trainer.chat_template_kwargs) for call in calls]
@@ -208,7 +218,7 @@ def _parsed(arguments: str) -> Any:
         return arguments
 
 
-def _response(call: Call, tokens: TurnTokens, trainer: "GRPOTrainer") -> Response:
+def _response(call: AgentCall, tokens: TurnTokens, trainer: "GRPOTrainer") -> Response:
     """What was sampled, as the message that a server of the model would return."""
     tokenizer = trainer._tokenizer
     if call.turn.tools:

@@ -42,6 +42,8 @@ BEGIN_AT_ZERO = (
 )
 # Transformers' names of such layers in a config, under which models look up their masks.
 LAYER_TYPES = frozenset({"linear_attention", "conv"})
+# With one token and a state, a layer calls the kernels of decoding, which have no backward and overwrite the state.
+SHORTEST_SEGMENT = 2
 
 
 @functools.cache

@@ -24,10 +24,7 @@ from ...scoring.transfer import to_device
 from ..forest import Forest
 from ..row import PackedRow
 from ..segments import TOKENS_PER_CALL, SegmentBatch, equal_runs, join
-
-# With one token and a state, a layer calls the kernels of decoding, which have no backward and overwrite the state.
-SHORTEST = 2
-
+from .known_layers import SHORTEST_SEGMENT
 
 # The states of one call of a layer, `(segments, ...)` each. A state's name is "conv" or "recurrent", and its index.
 States = dict[tuple[str, int], torch.Tensor]
@@ -254,7 +251,7 @@ def _calls_by_level(forest: Forest) -> list[LayerCall]:
                 first = last
             continue
         for leaves in _similar(lengths):
-            segments = SegmentBatch.copied(starts[leaves], lengths[leaves], forest.tokens, SHORTEST)
+            segments = SegmentBatch.copied(starts[leaves], lengths[leaves], forest.tokens, SHORTEST_SEGMENT)
             calls.append(LayerCall(level, is_inner, segments, parents[leaves]))
     return calls
 
@@ -272,7 +269,7 @@ def _numbers_in_level(forest: Forest) -> np.ndarray:
 def _similar(length_S: np.ndarray) -> list[np.ndarray]:
     """Returns segments of these lengths in batches, so that padding and calls of the layer together cost least."""
     by_length = np.argsort(-length_S, kind="stable")
-    sorted_S = np.maximum(length_S[by_length], SHORTEST)
+    sorted_S = np.maximum(length_S[by_length], SHORTEST_SEGMENT)
     count = len(sorted_S)
     # best[i]: cost of the i longest segments. Their last batch begins with segment cut[i], its longest.
     best = np.zeros(count + 1)

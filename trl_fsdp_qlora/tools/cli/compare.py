@@ -39,7 +39,7 @@ from ...trainers.reporting.startup import StartupCallback
 from ...trainers.reporting.terminal import no_bars_in_files
 from ...trainers.starting.input_checks import language_model_only
 from ...trainers.step.groups import micro_batches
-from ...utils.replaced import replaced
+from ...utils.substitute import Substitute
 from ...utils.threads import fit_threads
 from ..recipe.arguments import parse_recipe
 from ..recipe.checks import check_recipe
@@ -255,10 +255,10 @@ def _loss_and_backward(trainer: "TrainerRun | GRPOTrainer", parts: list[dict]) -
     """The loss of a step's micro-batches, whose gradients are summed."""
     losses = []
     # TRL's method draws completions; these micro-batches have theirs, and TRL has no argument for it.
-    with replaced(trainer, _prepare_inputs=lambda part: part):
-        for part in parts:
-            loss = trainer.training_step(trainer.model_wrapped, part, None)
-            losses.append(loss)
+    with_completions = Substitute(trainer, _prepare_inputs=lambda part: part)
+    for part in parts:
+        loss = type(trainer).training_step(with_completions, trainer.model_wrapped, part, None)
+        losses.append(loss)
     return sum(losses)
 
 
@@ -313,8 +313,8 @@ def _scored(trainer: "TrainerRun | GRPOTrainer", rows: list[dict], generate: Cal
     # TRL has no argument for completions that were drawn before: `rollout_func` replaces less of its method, and
     # neither RLOO nor runs with tools have one.
     its_rows = copy.deepcopy(rows)
-    with replaced(trainer, _generate=generate):
-        return trainer._generate_and_score_completions(its_rows)
+    with_completions = Substitute(trainer, _generate=generate)
+    return type(trainer)._generate_and_score_completions(with_completions, its_rows)
 
 
 def _trainable(trainer: "TrainerRun | GRPOTrainer") -> list[torch.Tensor]:

@@ -202,7 +202,7 @@ def _parsed(rest: Sequence[str], processes: int) -> "tuple[ScriptArguments, Trai
 
 
 def _accumulation(rest: Sequence[str]) -> tuple[str, int]:
-    """The option that says over how many micro-batches whole groups are counted, and its value in a run's words."""
+    """The option for the number of micro-batches over which groups are whole, and its value in a run's words."""
     from ..recipe.keys import read_yaml
 
     names = ("steps_per_generation", "gradient_accumulation_steps")

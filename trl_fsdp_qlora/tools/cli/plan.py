@@ -26,7 +26,7 @@ def _parser() -> OneLineParser:
     parser.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's or --hardware's")
     parser.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
     parser.add_argument("--solve", action="store_true", help="also the largest group, length and model that fit")
-    parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")
+    parser.add_argument("--prompt_tokens", type=int, help="tokens of the longest prompt, 256 by default")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, with bytes as numbers")
     return parser
 
@@ -35,7 +35,7 @@ def plan(words: Sequence[str]) -> int:
     """Print a recipe's plan; exit status 0 if it fits, 1 if it does not."""
     options, rest = _parser().parse_known_args(words if {"-h", "--help"}.isdisjoint(words) else ["-h"])
     check_num_processes(options.num_processes)
-    if options.prompt_tokens < 1:
+    if options.prompt_tokens is not None and options.prompt_tokens < 1:
         raise UserError(f"--prompt_tokens {options.prompt_tokens} is not a number of tokens; try 256")
     rest = with_recipe(rest)
     if not rest:

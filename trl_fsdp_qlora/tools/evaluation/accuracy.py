@@ -6,7 +6,6 @@ An answer is compared with the right one, or a user's own function decides.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import NamedTuple
 
 from datasets import Dataset
@@ -174,6 +173,76 @@ def _verdicts(rows: Sequence[dict], answers: Sequence[Answer], measurement: Meas
     return verdicts
 
 
+class _Measuring:
+    """A measurement of a model: what [`over_ranks`] calls for each batch of problems.
+
+    Args:
+        model, processing, measurement, synced_gpus: see [`evaluate`].
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processing: PreTrainedTokenizerBase | ProcessorMixin,
+        problems: _Problems,
+        measurement: Measurement,
+        synced_gpus: bool,
+    ):
+        self.problems = problems
+        self.measurement = measurement
+        self._trainer = MeasuringTrainer(processing, measurement)
+        greedy, sampled = generation_configs(model, tokenizer_of(processing), measurement)
+        self._greedy = Draw(model, greedy, synced_gpus=synced_gpus)
+        self._sampled = Draw(model, sampled, synced_gpus=synced_gpus)
+
+    def draw(self, batch: range) -> tuple[list[Verdict], list[Verdict]]:
+        """The greedy completion of each problem of a batch, and its samples, those of a problem next to each other."""
+        greedy = self._drawn(batch, 1, self._greedy)
+        samples = self.measurement.samples
+        if not samples:
+            return greedy, []
+        seed = (self.measurement.seed << 20) + batch.start
+        return greedy, self._drawn(batch, samples, self._sampled._replace(seed=seed))
+
+    def _drawn(self, batch: range, repeats: int, settings: Draw) -> list[Verdict]:
+        rows = self.problems.batch(batch, repeats)
+        answers = self._trainer.draw(rows, settings)
+        return _verdicts(rows, answers, self.measurement)
+
+    def score(self, batch: range, completions: tuple[list[Verdict], list[Verdict]]) -> list[Scored]:
+        """The counts of each problem of a batch, from what [`draw`] returned for it."""
+        greedy, sampled = completions
+        samples = self.measurement.samples
+        scored = []
+        for place, index in enumerate(batch):
+            first = place * samples
+            of_problem = sampled[first : first + samples]
+            gold = self.problems.golds[index]
+            scored.append(score_problem(greedy[place], of_problem, gold, self.measurement.answer_format))
+        return scored
+
+
+def _summed(results: Sequence[Scored], measurement: Measurement, seconds: float) -> Evaluation:
+    """The evaluation of all problems, from the counts of each."""
+    n = len(results)
+    sums = Scored(*map(sum, zip(*results, strict=True)))
+    evaluation = Evaluation(
+        n=n,
+        correct=sums.correct,
+        pass_at_1=sums.correct / n,
+        interval=wilson_interval(sums.correct, n),
+        samples=measurement.samples,
+        pass_at_k=sums.passed_at_k / n if measurement.samples else None,
+        seconds=seconds,
+        tokens_per_completion=sums.tokens / n,
+        first_right=next((row for row, scored in enumerate(results) if scored.correct), None),
+    )
+    if measurement.compares_answers:
+        evaluation.strict = sums.strict
+        evaluation.lenient = sums.lenient
+    return evaluation
+
+
 def evaluate(
     model: nn.Module,
     processing: PreTrainedTokenizerBase | ProcessorMixin,
@@ -208,51 +277,17 @@ def evaluate(
     started = time.perf_counter()
     measurement = measurement or Measurement()
     problems = _Problems(dataset, measurement)
-    trainer = MeasuringTrainer(processing, measurement)
-    greedy, sampled = generation_configs(model, tokenizer_of(processing), measurement)
-    draw_by = partial(Draw, model, synced_gpus=synced_gpus)
-    samples = measurement.samples
-
-    def verdicts(batch: range, repeats: int, draw_settings: Draw) -> list[Verdict]:
-        rows = problems.batch(batch, repeats)
-        answers = trainer.draw(rows, draw_settings)
-        return _verdicts(rows, answers, measurement)
-
-    def draw(batch: range) -> tuple[list[Verdict], list[Verdict]]:
-        of_greedy = verdicts(batch, 1, draw_by(greedy))
-        if not samples:
-            return of_greedy, []
-        seed = (measurement.seed << 20) + batch.start
-        return of_greedy, verdicts(batch, samples, draw_by(sampled, seed))
-
-    def score(batch: range, completions: tuple[list[Verdict], list[Verdict]]) -> list[Scored]:
-        of_greedy, of_samples = completions
-        scored = []
-        for place, index in enumerate(batch):
-            first = place * samples
-            of_problem = of_samples[first : first + samples]
-            gold = problems.golds[index]
-            scored.append(score_problem(of_greedy[place], of_problem, gold, measurement.answer_format))
-        return scored
-
-    n = len(problems.rows)
-    size = max(1, measurement.batch_size // max(samples, 1))
-    results = over_ranks(n, size, draw, score, synced_gpus=synced_gpus, description=description)
-    sums = Scored(*map(sum, zip(*results, strict=True)))
-    compared = measurement.compares_answers
-    return Evaluation(
-        n=n,
-        correct=sums.correct,
-        pass_at_1=sums.correct / n,
-        interval=wilson_interval(sums.correct, n),
-        samples=samples,
-        pass_at_k=sums.passed_at_k / n if samples else None,
-        seconds=time.perf_counter() - started,
-        tokens_per_completion=sums.tokens / n,
-        strict=sums.strict if compared else None,
-        lenient=sums.lenient if compared else None,
-        first_right=next((row for row, scored in enumerate(results) if scored.correct), None),
+    measuring = _Measuring(model, processing, problems, measurement, synced_gpus)
+    problems_per_batch = max(1, measurement.batch_size // max(measurement.samples, 1))
+    results = over_ranks(
+        len(problems.rows),
+        problems_per_batch,
+        measuring.draw,
+        measuring.score,
+        synced_gpus=synced_gpus,
+        description=description,
     )
+    return _summed(results, measurement, time.perf_counter() - started)
 
 
 def generation_configs(

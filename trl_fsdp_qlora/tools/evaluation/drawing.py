@@ -13,7 +13,6 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import NamedTuple, NoReturn
 
@@ -27,10 +26,11 @@ from trl import GRPOTrainer
 from ...compat import trl_rollouts
 from ...compat.transformers import tokenizer_of
 from ...engines.decode.completions import generate
-from ...engines.decode.history import rendering, tokenized_as_served
+from ...engines.decode.history import RenderedHistory
 from ...engines.decode.tools import limited_tools
 from ...engines.decode.turns import KeptTurns
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes
+from ...utils.substitute import Substitute
 from .measurement import Agent, Measurement
 
 
@@ -168,8 +168,7 @@ class MeasuringTrainer(GRPOTrainer):
     # --- TRL's methods, in the order in which they are called --------------------------------------------------------
 
     def _generate(self, prompts: list) -> NoReturn:
-        with limited_tools(self, ("_sync_tool_dicts", "_async_tool_dicts"), self._tool_timeout):
-            self._outcome = super()._generate(prompts)
+        self._outcome = super()._generate(prompts)
         raise _Done
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
@@ -184,12 +183,19 @@ class MeasuringTrainer(GRPOTrainer):
         return self._next_turn(prompt_ids, vision), None
 
     def _tokenize_prompts(self, prompts):
-        stock = super()._tokenize_prompts
-        return stock(prompts) if self._history == "append" else tokenized_as_served(self, stock, prompts)
+        if self._history == "append":
+            return super()._tokenize_prompts(prompts)
+        # A server renders by the tokenizer's own chat template, and not by TRL's for training.
+        served = Substitute(self, chat_template=None)
+        return super(MeasuringTrainer, served)._tokenize_prompts(prompts)
 
     def _tool_call_loop(self, prompts, prompt_ids, *arguments):
-        with nullcontext() if self._history == "append" else rendering(self, prompts, prompt_ids):
-            result = super()._tool_call_loop(prompts, prompt_ids, *arguments)
+        of_loop = limited_tools(self, self._tool_timeout)
+        if self._history == "template":
+            history = RenderedHistory(self, prompts, prompt_ids)
+            of_loop["_generate_single_turn"] = history.turn_of(self._generate_single_turn)
+        trainer = Substitute(self, **of_loop)
+        result = super(MeasuringTrainer, trainer)._tool_call_loop(prompts, prompt_ids, *arguments)
         # In TRL a rank leaves the loop when its own episodes are over. It takes part in the turns of the other ranks
         # with a prompt whose completion is not used.
         while self._any_rank_continues(False):

@@ -101,7 +101,8 @@ class MemoryPlan:
         room = "the prompts alone fill them"
         if prompt < positions:
             room = f"at most {positions - prompt}"
-        rows = f"{answers} {completion} and prompts of {prompt} tokens"
+        assumed = " (assumed; --prompt_tokens changes it)" if self.settings.assumes_prompt else ""
+        rows = f"{answers} {completion} and prompts of {prompt} tokens{assumed}"
         return f"{rows} are more than the {positions} positions of the model; {room}"
 
 
@@ -111,7 +112,7 @@ def plan_recipe(
     accelerate_config: str | None = None,
     hardware: str | None = None,
     processes: int | None = None,
-    prompt_tokens: int = 256,
+    prompt_tokens: int | None = None,
     script: type = ScriptArguments,
 ) -> MemoryPlan:
     """Plan a recipe's command line. The run has as many ranks as cards, unless `processes` is given.

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
+# Tokens of the longest prompt, and of the longest answer of a pair, if nothing is known of them.
+ASSUMED_PROMPT = 256
+ASSUMED_ANSWER = 256
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of a run on which its memory depends; the trainer's fields, `values`, are attributes as well."""
@@ -26,7 +31,8 @@ class Settings:
     model: ModelConfig
     values: dict[str, Any] = field(repr=False)
     launch: Launch
-    prompt_tokens: int = 256  # of the longest prompt of a batch
+    prompt_tokens: int = ASSUMED_PROMPT  # of the longest prompt of a batch
+    assumes_prompt: bool = False  # whether that number is neither the user's nor measured
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("values", ())
@@ -57,8 +63,10 @@ class Settings:
     @property
     def completion_tokens(self) -> int:
         """Tokens of the longest completion, or of the longest answer of a pair, whose `max_length` has the prompt."""
-        if not self.is_paired or self.max_length is None:
+        if not self.is_paired:
             return self.max_completion_length
+        if self.max_length is None:
+            return self.values.get("max_completion_length", ASSUMED_ANSWER)
         return max(1, self.max_length - self.prompt_tokens)
 
     @property
@@ -119,11 +127,16 @@ class Settings:
 
 
 def from_words(
-    words: Sequence[str], config: type, launch: Launch, prompt_tokens: int = 256, script: type = ScriptArguments
+    words: Sequence[str],
+    config: type,
+    launch: Launch,
+    prompt_tokens: int | None = None,
+    script: type = ScriptArguments,
 ) -> Settings:
     """The settings of a recipe's command line.
 
     Args:
+        prompt_tokens: of the longest prompt; assumed if `None`.
         config, script: the classes of the config and of the further arguments of the recipe's method.
 
     Raises:
@@ -135,10 +148,11 @@ def from_words(
     if values.get("deepspeed"):
         launch = replace(launch, **deepspeed_of_file(values["deepspeed"]))
     model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
-    return Settings(model, values, launch, prompt_tokens)
+    is_assumed = prompt_tokens is None
+    return Settings(model, values, launch, prompt_tokens or ASSUMED_PROMPT, is_assumed)
 
 
-def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: int = 256) -> Settings:
+def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: int = ASSUMED_PROMPT) -> Settings:
     """The settings of a run that is about to start, from its parsed arguments."""
     ranks = config.world_size
     machines = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

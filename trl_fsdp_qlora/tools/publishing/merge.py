@@ -17,7 +17,7 @@ from ...utils.files import written_whole
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
 from ...utils.redaction import portable
-from .loading import TOKENIZER, has_own, load_model, processor_source
+from .adapted_base import TOKENIZER, has_own, load_model, processor_source
 
 _CARD = """---
 {{ card_data }}

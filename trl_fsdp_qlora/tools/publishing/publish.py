@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from ...errors import UserError
 from ...trainers.reporting.card import code
 from ..run.one_line import OneLineParser
-from .loading import TOKENIZER, check_loads
+from .adapted_base import TOKENIZER, check_loads
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -37,7 +37,7 @@ from ...utils.plain import counted
 from ..data.import_path import is_missing_path, load_function
 from ..data.rewards import get_reward
 from ..evaluation.measurement import Agent, Judge, Measurement
-from ..publishing.loading import TOKENIZER, has_own
+from ..publishing.adapted_base import TOKENIZER, has_own
 from .arguments import ConfigError, ScriptArguments
 
 OWN_REWARD = "environment"  # the name in `rewards` of the environment's own `get_reward`

@@ -59,7 +59,8 @@ def longest_prompt(recipe: Recipe, prompts: Dataset) -> int | None:
             say(f"memory was not planned: {type(error).__name__}: {reason[:200]}")
             return None
         if isinstance(error, TemplateError):
-            row_number = prompts[len(lengths)]["row"] + 1
+            row = prompts[len(lengths)]
+            row_number = row.get("row", len(lengths)) + 1  # pairs have no column of their place in a file
             raise ConfigError(
                 f"the chat template cannot render the prompt of row {row_number}: {error}; its options are "
                 "chat_template_kwargs"

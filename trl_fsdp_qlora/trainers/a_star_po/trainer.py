@@ -129,7 +129,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             with self.generating(self.ref_model) as (model, synced_gpus):
                 yield model, synced_gpus
         elif self._engine_is_reference:
-            with self._engine_model() as (model, synced_gpus), self.vllm_generation.without_adapter():
+            with self._engine_model(self.vllm_generation.without_adapter()) as (model, synced_gpus):
                 yield model, synced_gpus
         else:
             adapter = "ref" if self._starts_from_adapter else None
@@ -200,17 +200,17 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     # --- stage 2 -----------------------------------------------------------------------------------------------------
 
-    def _make_batch(self, stock, inputs):
-        def without_old_policy(inputs):
+    def _make_batch(self, stock, inputs, generate):
+        def without_old_policy(inputs, **of_batch):
             self._makes_batch = True
             try:
-                batch = stock(inputs)
+                batch = stock(inputs, **of_batch)
             finally:
                 self._makes_batch = False
             batch.pop(OLD_LOGPS, None)
             return batch
 
-        return super()._make_batch(without_old_policy, inputs)
+        return super()._make_batch(without_old_policy, inputs, generate)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         # If a generation batch serves several optimizer steps, TRL asks for the old policy's values, for an importance

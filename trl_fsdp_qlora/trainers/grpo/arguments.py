@@ -2,11 +2,11 @@
 
 from collections.abc import Sized
 
-from ..starting.arguments import Call, check_prompts
+from ..starting.arguments import TrainerArguments, check_prompts
 from ..starting.input_checks import columns_of
 
 
-def check_call(call: Call) -> None:
+def check_call(call: TrainerArguments) -> None:
     """Refuse a dataset from which a trainer cannot draw, and dynamic sampling of what it cannot draw again.
 
     Raises:

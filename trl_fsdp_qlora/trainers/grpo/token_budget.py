@@ -1,7 +1,7 @@
 """`TokenBudget`: the choice of the tokens that the policy's forward and backward compute.
 
 `TokenBudget` chooses tokens before TRL's `_compute_loss`. The trainer then asks the pass for the values of these
-tokens only ([`trl_fsdp_qlora.trainers.step.trl_pass.Request`]). TRL's formulas and normalisers stay as they are.
+tokens only ([`trl_fsdp_qlora.trainers.step.trl_pass.LossRequest`]). TRL's formulas and normalisers stay as they are.
 The chances and weights of tokens, with their sources, are in `scoring/token_selection.py`. Three facts make the choice
 exact:
 

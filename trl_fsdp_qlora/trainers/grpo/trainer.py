@@ -1,10 +1,13 @@
 """`EfficientGRPOTrainer`: the interface of `trl.GRPOTrainer`; it computes the same numbers in another way."""
 
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, wraps
+from typing import TYPE_CHECKING
 
 import torch
+from transformers import GenerationConfig
 
 from ...compat.transformers import model_name
 from ...compat.trl import GRPOTrainer, is_tested
@@ -14,24 +17,25 @@ from ...compat.trl_rollouts import (
     ROWS,
     SAMPLED_LOGPS,
     Generated,
-    generating_by,
     token_types_of_images,
     turn_of,
-    weighing,
     weighs_as_1_16,
-    with_rollout_func,
 )
 from ...errors import UserError
 from ...utils.nonfatal import nonfatal
+from ...utils.substitute import Substitute
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, groups_with_variance, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
 from ..starting.arguments import bound_to, completed
 from ..step.rows import padded_batch
-from ..step.trl_pass import Request
+from ..step.trl_pass import LossRequest
 from .arguments import check_call
 from .config import EfficientGRPOConfig
 from .token_budget import LossTerms, TokenBudget, correct_means, drop_missing, entropy_scale
+
+if TYPE_CHECKING:
+    from ...engines.vllm.engine import AdapterEngine
 
 WEIGHS_AS_1_16 = weighs_as_1_16()
 
@@ -91,11 +95,10 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
     # --- a generation batch ------------------------------------------------------------------------------------------
 
-    def _make_batch(self, stock, inputs):
+    def _make_batch(self, stock, inputs, generate):
         # TRL computes the engine's importance weights here, with one more pass of the policy. If the loss's own pass
         # computes the same log-probabilities, the weights are computed there.
         weighs_here = self.vllm_importance_sampling_correction and not self._weighs_in_loss
-        draws = nullcontext()
         if self.model.training and self.args.dynamic_sampling:
             # TRL reads these attributes in each batch, and a callback may have set them.
             is_varied = partial(
@@ -104,17 +107,20 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
                 group_size=self.num_generations,
                 normalizes_each=self.multi_objective_aggregation == "normalize_then_sum",
             )
-            rows, metrics = self.dynamic_sampling.fill(inputs, self._draw_rows, is_varied)
+            draw_rows = partial(self._draw_rows, generate)
+            rows, metrics = self.dynamic_sampling.fill(inputs, draw_rows, is_varied)
             self._add_metrics(metrics)
             self._pending_extra_logs.update(rows.extras())
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
-            draws = generating_by(self, lambda *_args, **_kwargs: rows.generated())
+
+            def generate(*_args, **_kwargs):
+                return rows.generated()
+
         elif self.may_have_rows:
-            draws = generating_by(self, self._with_rows_noted(self._generate))
+            generate = self._with_rows_noted(generate)
         try:
-            with weighing(self, weighs_here), draws:
-                batch = stock(inputs)
+            batch = stock(inputs, _generate=generate, vllm_importance_sampling_correction=weighs_here)
             if self.trl_pass.rows_of_batch is not None:
                 batch[ROWS] = self.trl_pass.rows_of_batch
         finally:
@@ -123,10 +129,10 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             self._compare_with_engine(batch, batch[OLD_LOGPS])
         return batch
 
-    def _draw_rows(self, rows: list[dict]) -> ScoredRows:
+    def _draw_rows(self, generate: Callable[[list], tuple], rows: list[dict]) -> ScoredRows:
         """Completions and rewards for these rows of this rank, `num_generations` neighbouring rows of each prompt."""
         prompts = [row["prompt"] for row in rows]
-        drawn = self._generate(prompts)
+        drawn = generate(prompts)
         if len(drawn) != len(Generated._fields):
             raise UserError(
                 f"dynamic_sampling knows {len(Generated._fields)} results of TRL's _generate, and this TRL returns "
@@ -159,15 +165,19 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         return generate
 
     def _generate(self, *args, **kwargs):
-        with ExitStack() as stack:
-            if self.tools:
-                stack.enter_context(self.rollout.episodes(self.max_tool_calling_iterations))
-            if self.rollout_func is not None:
-                from ..rollouts.episodes import with_rows
+        trainer = self
+        if self.rollout_func is not None:
+            from ..rollouts.episodes import with_rows
 
-                stack.enter_context(with_rollout_func(self, with_rows(self.rollout_func)))
+            filled = with_rows(self.rollout_func)
+
+            def rollout_func(prompts, _substitute, *further, **options):
+                return filled(prompts, self, *further, **options)
+
+            trainer = Substitute(self, rollout_func=rollout_func)
+        with self.rollout.episodes(self.max_tool_calling_iterations) if self.tools else nullcontext():
             try:
-                drawn = super()._generate(*args, **kwargs)
+                drawn = super(EfficientGRPOTrainer, trainer)._generate(*args, **kwargs)
                 if self._episodes is not None:
                     Generated(*drawn[: len(Generated._fields)]).extra_fields[ROWS] = self._episodes
             finally:
@@ -185,26 +195,25 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         return self.rollout.training_turn(stock, turn, self.model_wrapped, self._generate_settings())
 
     def _tokenize_prompts(self, prompts):
-        stock = super()._tokenize_prompts
         if self.args.history == "append":
-            return stock(prompts)
-        from ...engines.decode.history import tokenized_as_served
-
-        return tokenized_as_served(self, stock, prompts)
+            return super()._tokenize_prompts(prompts)
+        # A server renders by the tokenizer's own chat template, and not by TRL's for training.
+        served = Substitute(self, chat_template=None)
+        return super(EfficientGRPOTrainer, served)._tokenize_prompts(prompts)
 
     def _tool_call_loop(self, prompts, prompt_ids, *args, **kwargs):
-        from ...engines.decode.history import rendering
+        from ...engines.decode.history import RenderedHistory
         from ...engines.decode.tools import limited_tools
 
+        of_loop = limited_tools(self, self.args.tool_timeout)
         renders = self.args.history == "template"
-        with (
-            limited_tools(self, ("_sync_tool_dicts", "_async_tool_dicts"), self.args.tool_timeout),
-            rendering(self, prompts, prompt_ids) if renders else nullcontext() as history,
-        ):
-            result = super()._tool_call_loop(prompts, prompt_ids, *args, **kwargs)
+        if renders:
+            history = RenderedHistory(self, prompts, prompt_ids)
+            of_loop["_generate_single_turn"] = history.turn_of(self._generate_single_turn)
+        trainer = Substitute(self, **of_loop)
+        result = super(EfficientGRPOTrainer, trainer)._tool_call_loop(prompts, prompt_ids, *args, **kwargs)
         # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
-        turn = super()._generate_single_turn
-        self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
+        self.rollout.join_turns(self._turn_with, prompt_ids[0], self.model_wrapped, self._generate_settings())
         if not renders:
             return result
         tool_mask, completions, completion_ids, logprobs, *figures = result
@@ -214,6 +223,10 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         drawn = completions_of(self._episodes)
         return drawn["masks"], completions, drawn["completion_ids"], drawn["logprobs"], *figures
 
+    def _turn_with(self, config: GenerationConfig):
+        """TRL's `_generate_single_turn`, which draws by `config`."""
+        return super(EfficientGRPOTrainer, Substitute(self, generation_config=config))._generate_single_turn
+
     def generating(self, wrapped=None):
         # With vLLM the model is the engine, which then holds the current adapter.
         if wrapped is not None or not self.engine_draws:
@@ -221,19 +234,19 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         if self.state.global_step != self._last_loaded_step:
             self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
-        return self._engine_model()
+        return self._engine_model(self.vllm_generation)
 
     @property
     def engine_draws(self) -> bool:
         """Whether vLLM also draws completions outside of training: for accuracy, evaluation and V*."""
         return self.use_vllm and self.sync.mode == "adapter" and self.vllm_generation.draws_alone
 
-    def _engine_model(self):
-        """A context with the engine in the place of a model, and `False`: ranks draw independently of each other."""
+    def _engine_model(self, engine: "AdapterEngine"):
+        """A context with `engine` in the place of a model, and `False`: ranks draw independently of each other."""
         from ...engines.decode.completions import EngineModel
 
         model = self.accelerator.unwrap_model(self.model)
-        return nullcontext((EngineModel(self.vllm_generation, model.generation_config, model.config), False))
+        return nullcontext((EngineModel(engine, model.generation_config, model.config), False))
 
     def _calculate_rewards(self, inputs, *args, **kwargs):
         if isinstance(inputs, ScoredRows):
@@ -291,7 +304,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         self.telemetry.later(counts, self.budget.report(metrics))
         return loss
 
-    def _loss(self, request: Request, inputs, *args, **kwargs):
+    def _loss(self, request: LossRequest, inputs, *args, **kwargs):
         """TRL's loss. Its inputs get the engine's importance weights as soon as its own pass has run."""
         if self._sampled_alone(inputs):
             inputs = dict(inputs)
@@ -299,7 +312,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         with self.trl_pass.requested(request):
             return super()._compute_loss(request.model, inputs, *args, **kwargs)
 
-    def _score_completions(self, request: Request):
+    def _score_completions(self, request: LossRequest):
         """Log-probabilities, entropies and router loss of a micro-batch, for a loss that is not TRL's."""
         inputs = request.inputs
         if self._sampled_alone(inputs):

@@ -152,9 +152,8 @@ class DynamicSampling:
         size = self.args.num_generations
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
-        padded = list(prompts)
-        while len(padded) * size % ranks:  # every rank draws the same number of rows
-            padded.append(padded[-1])
+        missing = self._fill_up(len(prompts)) - len(prompts)
+        padded = [*prompts, *prompts[-1:] * missing]  # every rank draws the same number of rows
         per_rank = len(padded) * size // ranks
         first = rank * per_rank
         rows_of_rank = [padded[i // size] for i in range(first, first + per_rank)]
@@ -179,45 +178,59 @@ class DynamicSampling:
                 are neighbours; collective.
             is_varied: which groups' rewards differ, see [`groups_with_variance`].
         """
-        size = self.args.num_generations
-        rank = self.accelerator.process_index
-        ranks = self.accelerator.num_processes
-        rows_of_all = gather_object(list(inputs)) if ranks > 1 else list(inputs)
-        prompts = rows_of_all[::size]
-        columns = list(prompts[0])
+        rows_of_all = gather_object(list(inputs)) if self.accelerator.num_processes > 1 else list(inputs)
+        prompts = rows_of_all[:: self.args.num_generations]
         groups = self._draw(prompts, draw, is_varied)
-        metrics = {"rounds": 0.0, "further_prompts": 0.0, "surplus_groups": 0.0}
-        max_rounds = self.args.dynamic_sampling_max_rounds
-        while metrics["rounds"] < max_rounds:
-            slots = [slot for slot, group in enumerate(groups) if not group.is_varied]
-            if not slots:
-                break
-            count = len(slots)
-            while count * size % ranks:  # further prompts in the place of a padded draw
-                count += 1
-            further_rows = [self.dataset[index] for index in self.next_prompts(count)]
-            further = [{name: row[name] for name in columns} for row in further_rows]
-            varied = [group for group in self._draw(further, draw, is_varied) if group.is_varied]
-            for slot, group in zip(slots, varied, strict=False):
-                groups[slot] = group
-            metrics["rounds"] += 1
-            metrics["further_prompts"] += count
-            metrics["surplus_groups"] += max(0, len(varied) - len(slots))
+        metrics = self._replace_equal_groups(groups, draw, is_varied)
         equal = [group for group in groups if not group.is_varied]
         metrics["frac_zero_variance"] = len(equal) / len(groups)
-        if metrics["frac_zero_variance"] and max_rounds:
+        max_rounds = self.args.dynamic_sampling_max_rounds
+        if equal and max_rounds:
             logger.warning_once(
                 f"dynamic_sampling: after {max_rounds} rounds some groups still have equal rewards and stay in the "
                 "batch; the metric dynamic_sampling/frac_zero_variance is their fraction. Raise "
                 "dynamic_sampling_max_rounds to lower it; if it stays at 1, look at the rewards of a few completions"
             )
-        first = rank * len(inputs)
-        rows_of_rank = []
-        drawn_of_rank = []
-        for i in range(first, first + len(inputs)):
-            group = groups[i // size]
-            rows_of_rank.append(group.prompt)
-            drawn_of_rank.append(group.completions[i % size])
-        rewards_NK = torch.cat([group.rewards_GK for group in groups])
         prefixed = {f"dynamic_sampling/{name}": value for name, value in metrics.items()}
-        return ScoredRows(rows_of_rank, drawn_of_rank, rewards_NK), prefixed
+        return self._rows_of_rank(groups, len(inputs)), prefixed
+
+    def _replace_equal_groups(self, groups: list[_Group], draw: Draw, is_varied: IsVaried) -> dict[str, float]:
+        """Put groups of further prompts into the places of those without variance, and return metrics. Collective."""
+        columns = list(groups[0].prompt)
+        metrics = {"rounds": 0.0, "further_prompts": 0.0, "surplus_groups": 0.0}
+        while metrics["rounds"] < self.args.dynamic_sampling_max_rounds:
+            slots = [slot for slot, group in enumerate(groups) if not group.is_varied]
+            if not slots:
+                break
+            indices = self.next_prompts(self._fill_up(len(slots)))
+            further = []
+            for index in indices:
+                row = self.dataset[index]
+                further.append({name: row[name] for name in columns})
+            varied = [group for group in self._draw(further, draw, is_varied) if group.is_varied]
+            # There may be more groups than places, or fewer.
+            for slot, group in zip(slots, varied, strict=False):
+                groups[slot] = group
+            metrics["rounds"] += 1
+            metrics["further_prompts"] += len(further)
+            metrics["surplus_groups"] += max(0, len(varied) - len(slots))
+        return metrics
+
+    def _fill_up(self, count: int) -> int:
+        """The least number of groups from `count` on whose rows are equally many on every rank."""
+        while count * self.args.num_generations % self.accelerator.num_processes:
+            count += 1
+        return count
+
+    def _rows_of_rank(self, groups: list[_Group], count: int) -> ScoredRows:
+        """The `count` rows of this rank, with the rewards of all ranks."""
+        size = self.args.num_generations
+        first = self.accelerator.process_index * count
+        rows = []
+        drawn = []
+        for i in range(first, first + count):
+            group = groups[i // size]
+            rows.append(group.prompt)
+            drawn.append(group.completions[i % size])
+        rewards_NK = torch.cat([group.rewards_GK for group in groups])
+        return ScoredRows(rows, drawn, rewards_NK)

@@ -11,16 +11,17 @@ from accelerate.utils import gather_object
 
 from ...compat.signatures import parameters_of
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import ROWS, check_batch, foreign_turn, rewarding_with, shuffling_by
+from ...compat.trl_rollouts import ROWS, check_batch, foreign_turn, shuffling_by
+from ...utils.substitute import Substitute
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..saving.checkpoints import Rollouts
-from ..starting.arguments import Call, adapter_and_base, check_rewards, with_base_loaded
+from ..starting.arguments import TrainerArguments, adapter_and_base, check_rewards, with_base_loaded
 from ..starting.input_checks import too_long
 from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
 from ..step.rows import LossRows
-from ..step.trl_pass import Request, TrlPass
+from ..step.trl_pass import LossRequest, TrlPass
 from ..trainer_run import TrainerRun
 from .evaluation_metrics import CompletionMetrics, EvaluationMetrics
 from .generation_batches import DrawnColumns, drawn_rows, groups_feature, lengths_and_ends
@@ -84,7 +85,7 @@ class OnPolicyRun(TrainerRun):
         self.keeps_drawn_rows = False
         self.drawn_rows: DrawnColumns | None = None
 
-    def _engine_for(self, call: Call) -> AbstractContextManager:
+    def _engine_for(self, call: TrainerArguments) -> AbstractContextManager:
         """A context in which TRL's constructor starts the vLLM engine that the arguments need.
 
         Raises:
@@ -116,7 +117,7 @@ class OnPolicyRun(TrainerRun):
             result = super().train(*args, **kwargs)
         line = self.reward_values.line_if_none()
         if line:
-            logger.warning(line)  # no error: the script that trains goes on, as with TRL
+            logger.warning(line)  # no error: the script that trains continues, as with TRL
         return result
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
@@ -163,17 +164,30 @@ class OnPolicyRun(TrainerRun):
         return joined_images(shuffling_by(shuffle, super()._prepare_inputs)(generation_batch))
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
-        stock = super()._generate_and_score_completions
-        draws_ahead = self.ahead is not None and self.model.training
-        drawn = self.ahead.handing_in(inputs) if draws_ahead else nullcontext()
-        with self.clock.phase("prepare"), self.weights_gathered(), drawn:
-            batch = self._make_batch(lambda inputs: stock(inputs, *args, **kwargs), inputs)
+        of_ahead = {}
+
+        def stock(inputs, **of_batch):
+            trainer = Substitute(self, **of_ahead, **of_batch)
+            return super(OnPolicyRun, trainer)._generate_and_score_completions(inputs, *args, **kwargs)
+
+        generate = self._generate
+        with self.clock.phase("prepare"), self.weights_gathered():
+            if self.ahead is not None and self.model.training:
+                generate, of_ahead = self.ahead.take(inputs)
+            batch = self._make_batch(stock, inputs, generate)
         check_batch(batch)
         return batch
 
-    def _make_batch(self, stock, inputs):
-        """A generation batch by `stock`, TRL's `_generate_and_score_completions`."""
-        return stock(inputs)
+    def _make_batch(self, stock, inputs, generate):
+        """A generation batch by `stock`.
+
+        Args:
+            stock: TRL's `_generate_and_score_completions`, which also takes values of the trainer's attributes for
+                this call.
+            inputs: the rows of this rank.
+            generate: draws the completions, as TRL's `_generate`.
+        """
+        return stock(inputs, _generate=generate)
 
     def _generate(self, *args, **kwargs):
         if self.rollout is None:
@@ -217,8 +231,9 @@ class OnPolicyRun(TrainerRun):
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
         functions = [checked(*named) for named in zip(self.reward_funcs, self.reward_func_names, strict=True)]
-        with self.clock.phase("reward"), rewarding_with(self, functions):
-            rewards_NK = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
+        trainer = Substitute(self, reward_funcs=functions)
+        with self.clock.phase("reward"):
+            rewards_NK = super(OnPolicyRun, trainer)._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
         if self.model.training:
             self.reward_values.see(rewards_NK)
         else:
@@ -244,10 +259,10 @@ class OnPolicyRun(TrainerRun):
         """
         return None
 
-    def _request(self, model, inputs) -> Request:
+    def _request(self, model, inputs) -> LossRequest:
         """What a loss asks of its pass: every token's values."""
         keeps_ties = getattr(self, "top_entropy_quantile", 1.0) < 1.0
-        return Request(model, inputs, keeps_ties=keeps_ties, is_open=self.users_loss is not None)
+        return LossRequest(model, inputs, keeps_ties=keeps_ties, is_open=self.users_loss is not None)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = super()._get_per_token_logps_and_entropies

@@ -41,7 +41,7 @@ def _warn_of_other(mark: Path) -> None:
     try:
         other = read_json(mark)
     except CheckpointError:
-        return  # no run has been here, or none that can be told from others
+        return  # no run has been here, or its mark cannot be read
     pid = other["pid"]
     if other["machine"] != platform.node() or pid == os.getpid() or not psutil.pid_exists(pid):
         return

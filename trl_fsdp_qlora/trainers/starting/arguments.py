@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 Config = TypeVar("Config", bound="TrainingArguments")
-Call = dict[str, Any]  # the arguments of a trainer's constructor, by the names that they have in TRL
+TrainerArguments = dict[str, Any]  # the arguments of a trainer's constructor, by the names that they have in TRL
 
 
-def bound_to(stock: type, positional: tuple, named: Call, ours: tuple[str, ...] = ()) -> Call:
+def bound_to(stock: type, positional: tuple, named: TrainerArguments, ours: tuple[str, ...] = ()) -> TrainerArguments:
     """The arguments of a constructor call by the names that they have in TRL's trainer `stock`.
 
     `ours` are names of arguments that this package's trainer takes in addition.
@@ -55,7 +55,7 @@ def bound_to(stock: type, positional: tuple, named: Call, ours: tuple[str, ...] 
     return call
 
 
-def adapter_and_base(call: Call) -> "tuple[PeftConfig | None, QuantizationConfigMixin | dict | None]":
+def adapter_and_base(call: TrainerArguments) -> "tuple[PeftConfig | None, QuantizationConfigMixin | dict | None]":
     """The config of the adapter to train, and that of the base's quantization; `None` if there is none."""
     model = call["model"]
     peft_config = call.get("peft_config")
@@ -94,7 +94,7 @@ def config_or_default(
     return args
 
 
-def completed(call: Call, cls: type, suffix: str) -> Call:
+def completed(call: TrainerArguments, cls: type, suffix: str) -> TrainerArguments:
     """A trainer's arguments with a complete config of `cls`. Logs a warning for numbers that can only be a mistake.
 
     Raises:
@@ -121,7 +121,7 @@ def completed(call: Call, cls: type, suffix: str) -> Call:
     return {**call, "args": args, "peft_config": peft_config}
 
 
-def check_prompts(call: Call, needs_prompt: bool = True) -> None:
+def check_prompts(call: TrainerArguments, needs_prompt: bool = True) -> None:
     """Refuse a dataset for which a trainer cannot draw completions, see [`checks.check_dataset`]."""
     args = call["args"]
     dataset = call.get("train_dataset")
@@ -132,7 +132,7 @@ def check_prompts(call: Call, needs_prompt: bool = True) -> None:
         checks.check_texts(dataset, "prompt")
 
 
-def check_pairs(call: Call) -> None:
+def check_pairs(call: TrainerArguments) -> None:
     """Refuse a dataset without preference pairs, and a reference model by its name, which TRL does not load."""
     dataset = call.get("train_dataset")
     if dataset is not None:
@@ -145,7 +145,7 @@ def check_pairs(call: Call) -> None:
         )
 
 
-def check_rewards(call: Call) -> None:
+def check_rewards(call: TrainerArguments) -> None:
     """Refuse what is no reward, before the policy is loaded.
 
     Raises:
@@ -166,7 +166,7 @@ def check_rewards(call: Call) -> None:
             )
 
 
-def with_base_loaded(call: Call, needs_reference: bool) -> Call:
+def with_base_loaded(call: TrainerArguments, needs_reference: bool) -> TrainerArguments:
     """A trainer's arguments, with the base loaded if it is named, in 4 bits and sharded by FSDP2.
 
     Args:

@@ -1,4 +1,4 @@
-"""The first step on a TRL that nobody has run this package with: computed by TRL's own trainer class, and by ours.
+"""The first step on a TRL that this package was not tested with: computed by TRL's own trainer class, and by ours.
 
 The first micro-batch's loss and gradients are compared once, and all ranks decide together. If they differ by more
 than rounding, or cannot be compared, the run continues as stock TRL, with one line. This module is imported on such a
@@ -83,7 +83,7 @@ def compare_first_step(trainer: "TrainerRun", model: nn.Module, inputs: DrawnRow
         logger.warning("The first step is not compared with TRL's own, which knows no episodes of several rows.")
         return
     try:
-        reason = _difference(trainer, model, _telling(inputs))
+        reason = _difference(trainer, model, _with_telling_advantages(inputs))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -112,7 +112,7 @@ def forwards_as_stock(trainer: "TrainerRun") -> Iterator[None]:
             sharing.status = status
 
 
-def _telling(inputs: DrawnRows) -> DrawnRows:
+def _with_telling_advantages(inputs: DrawnRows) -> DrawnRows:
     """Inputs with advantages of both signs and, if there are several rows, one of zero, so that a fault has effect."""
     advantages = inputs.get("advantages")
     if advantages is None:  # DPO
@@ -146,13 +146,14 @@ def _difference(trainer: "TrainerRun", model: nn.Module, inputs: DrawnRows) -> s
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.neg_()  # the second backward adds to it, so that the difference is left
-        own = ours.compute_loss(model, dict(inputs))
-        trainer.accelerator.backward(own)
+        our_loss = ours.compute_loss(model, dict(inputs))
+        trainer.accelerator.backward(our_loss)
         apart = _norm(parameters)
-    loss, own = loss.item(), own.item()
+    loss = loss.item()
+    our_loss = our_loss.item()
     loss_limit = limits["mean"] * LOSS_LIMIT * (1 + abs(loss))
-    if not abs(own - loss) <= loss_limit:
-        return f"the loss is {loss:.6g} by TRL and {own:.6g} by this package"
+    if not abs(our_loss - loss) <= loss_limit:  # NaN is a difference, too
+        return f"the loss is {loss:.6g} by TRL and {our_loss:.6g} by this package"
     if not apart <= limits["gradient"] * length:
         return f"the gradients have the norm {length:.3g} by TRL, and differ by {apart:.3g}"
     return None

@@ -8,7 +8,6 @@ from torch.utils.data import Sampler
 from ...compat import trl as trls
 from ...compat.trl_rollouts import DrawnRows
 from ...prefix_sharing.batch import PER_IMAGE
-from ...prefix_sharing.image_keys import fingerprints
 from ...scoring.transfer import to_device
 
 
@@ -63,6 +62,8 @@ def shuffled_groups(batch: DrawnRows, group_size: int, rank: int) -> DrawnRows:
     by_row = dict(trls.images_by_row(batch))
     rows = len(batch["prompt_ids"])
     if isinstance(by_row.get("pixel_values"), list):
+        from ...prefix_sharing.image_keys import fingerprints  # text needs nothing of it
+
         keys = fingerprints(batch)[:, 0].tolist()
         for name in PER_IMAGE:
             if isinstance(by_row.get(name), list):
@@ -92,8 +93,8 @@ def with_epochs(sampler: Sampler) -> Sampler:
     """TRL's `RepeatSampler`, with the order of epoch n also in a run that is resumed in epoch n.
 
     TRL's sampler draws the permutations of all epochs from one generator, so a run that is resumed in a later epoch
-    begins with the first epoch's order. The order of an uninterrupted run is the same as TRL's. Any other sampler is
-    returned as it is.
+    begins with the first epoch's order. The order of an uninterrupted run is the same as TRL's. The sampler itself is
+    not changed, and one that is not TRL's is returned as it is.
     """
     if not vars(sampler).keys() >= {"shuffle", "seed", "generator", "num_samples"}:
         return sampler
@@ -112,5 +113,7 @@ def with_epochs(sampler: Sampler) -> Sampler:
                     torch.randperm(self.num_samples, generator=self.generator)
             yield from super().__iter__()
 
-    sampler.__class__ = EpochRepeatSampler
-    return sampler
+    # A further object, because a user may have made the one that is given.
+    further = object.__new__(EpochRepeatSampler)
+    vars(further).update(vars(sampler))
+    return further

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from ...compat.trl import FusedCausalLMOutput
-    from .trl_pass import Request
+    from .trl_pass import LossRequest
 
 logger = get_logger(__name__)
 
-# Arguments that a call of TRL's has if its inputs do; what else tells of images depends on the model.
+# Arguments that a call of TRL's has if its inputs do; further arguments for images depend on the model.
 _ALWAYS = {"input_ids", "attention_mask", "labels", "pixel_values", "output_router_logits", "fused_lm_head"}
 
 
@@ -121,7 +121,7 @@ class LookAhead:
             self.scores.finish_backward(model, self.accelerator.autocast, self.accelerator.no_sync)
 
     def scores_of(
-        self, sharing: PromptSharing, request: "Request", arguments: Arguments
+        self, sharing: PromptSharing, request: "LossRequest", arguments: Arguments
     ) -> "FusedCausalLMOutput | None":
         """The scores of the current micro-batch, if they are computed with those of others.
 
@@ -166,7 +166,7 @@ class LookAhead:
         self.scores.finish()  # what earlier passes owe to shared beginnings
         self.scores = None
 
-    def _why_not_planned(self, number: int, request: "Request", arguments: Arguments) -> str | None:
+    def _why_not_planned(self, number: int, request: "LossRequest", arguments: Arguments) -> str | None:
         """Why a call is not the one whose scores were planned for this micro-batch; `None` if it is."""
         if self._versions[number] != _tensor_versions(request.inputs) or not self.scores.comes_next(number):
             return (

@@ -245,10 +245,10 @@ class PerBatch(Generic[T]):
         """The value that was made of these tensors with this `key`; `make()` if there is none yet."""
         versions = [version_of(tensor) for tensor in tensors]
         key = (key, *versions)
-        first, *others = tensors
-        last_others, last_key, last_value = self._values.get(first, ((), None, None))
-        if last_key == key and all(map(operator.is_, others, last_others)):
+        first, *further = tensors
+        last_further, last_key, last_value = self._values.get(first, ((), None, None))
+        if last_key == key and all(map(operator.is_, further, last_further)):
             return last_value
         value = make()
-        self._values[first] = (others, key, value)
+        self._values[first] = (further, key, value)
         return value

@@ -1,7 +1,7 @@
 """`TrlPass`: TRL's passes for log-probabilities on packed rows, each timed as a phase.
 
-A pass has three parts. [`Request`] is what a loss asks of it. TRL's own method runs it, and calls a [`PassModel`] in
-the model's place. Then the values are finished: ties, weights on gradients, importance weights.
+A pass has three parts. [`LossRequest`] is what a loss asks of it. TRL's own method runs it, and calls a
+[`PassModel`] in the model's place. Then the values are finished: ties, weights on gradients, importance weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,6 @@ from ...compat.trl import INSTALL, is_tested
 from ...compat.trl_rollouts import ROWS, DrawnRows
 from ...errors import UserError
 from ...prefix_sharing.batch import IGNORED_LABEL, Instructions
-from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
 from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
@@ -33,11 +32,11 @@ LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class LossRequest:
     """What a loss asks of its pass of the policy; see [`TrlPass.requested`].
 
     Attributes:
-        model: the policy as TRL hands it to the loss, wrappers included.
+        model: the policy as TRL passes it to the loss, wrappers included.
         inputs: the inputs of the loss.
         scored_BC: completion tokens whose values are wanted (bool); every unmasked token if `None`. All others get
             zeros. A caller that leaves out tokens must also zero the old and reference values of these tokens:
@@ -75,7 +74,7 @@ class PassModel:
 
     def __init__(
         self,
-        request: Request,
+        request: LossRequest,
         sharing: PromptSharing,
         instructions: Instructions,
         look_ahead: LookAhead | None,
@@ -128,7 +127,7 @@ class PassModel:
         ids_BC = arguments["input_ids"][:, -width:]
         completion_ids_BC = self.request.inputs["completion_ids"]
         is_as_wide = ids_BC.shape == completion_ids_BC.shape
-        # The host waits for this comparison, so it is made only on a TRL whose calls nobody has looked at.
+        # The host waits for this comparison, so it is made only on a TRL that was not tested.
         if not is_as_wide or not (is_tested() or torch.equal(ids_BC, completion_ids_BC)):
             raise UserError(
                 "tokens are left out of a loss, and this TRL's _get_per_token_logps_and_entropies scores other rows "
@@ -174,13 +173,13 @@ class TrlPass:
         self.clock = clock
         self.look_ahead = look_ahead
         self._add_metrics = add_metrics
-        self._request: Request | None = None  # of the loss that is being computed
+        self._request: LossRequest | None = None  # of the loss that is being computed
         # Of the generation batch that is being made, whose old and reference passes follow; see `rows.ROWS`.
         self.rows_of_batch: list[list[Row]] | None = None
         self._is_answered = False  # whether a pass followed the last request
 
     @contextmanager
-    def requested(self, request: Request) -> Iterator[None]:
+    def requested(self, request: LossRequest) -> Iterator[None]:
         """Inside the block the pass of `request.model` is the one of a loss, and follows the request.
 
         TRL's loss calls the pass itself, with arguments of its own, so the request cannot travel as one. A trainer
@@ -214,7 +213,7 @@ class TrlPass:
             self._is_answered = True
             purpose = "policy" if is_training else "evaluation"
         else:
-            request = Request(model)
+            request = LossRequest(model)
             purpose = self._purpose(model, sharing)
         arguments = _named(stock, args) | kwargs
         is_phase = is_training and purpose in ("old_policy", "reference")
@@ -237,14 +236,16 @@ class TrlPass:
             return "reference"
         return "policy" if torch.is_grad_enabled() else "old_policy"
 
-    def run(self, stock: Callable[..., LogProbs], request: Request, purpose: str, arguments: Arguments) -> LogProbs:
+    def run(
+        self, stock: Callable[..., LogProbs], request: LossRequest, purpose: str, arguments: Arguments
+    ) -> LogProbs:
         """Run a pass for this purpose. `arguments` are those of `stock` but the model, which the request has."""
         model = self._model_for(request, purpose, arguments)
         if model.instructions.tokens_per_pass is not None or model.rows is not None:
             arguments = {**arguments, "batch_size": None}  # cut by tokens and not by rows
         return self._finished(stock(model, **arguments), model, purpose, arguments)
 
-    def _model_for(self, request: Request, purpose: str, arguments: Arguments) -> PassModel:
+    def _model_for(self, request: LossRequest, purpose: str, arguments: Arguments) -> PassModel:
         """What TRL's method calls in this pass."""
         sharing = self._sharing_in(request.model)
         rows, width = arguments["input_ids"].shape
@@ -312,7 +313,7 @@ def _named(stock: Callable, args: tuple) -> Arguments:
     return dict(zip(names, args, strict=False))
 
 
-def _as_of_padded_rows(entropies_BC: torch.Tensor, request: Request, arguments: Arguments) -> torch.Tensor:
+def _as_of_padded_rows(entropies_BC: torch.Tensor, request: LossRequest, arguments: Arguments) -> torch.Tensor:
     """The entropies of packed rows, equal where those of padded rows are equal."""
     attention_mask = arguments["attention_mask"]
     width = arguments["logits_to_keep"]
@@ -323,6 +324,8 @@ def _as_of_padded_rows(entropies_BC: torch.Tensor, request: Request, arguments: 
                 vision[name] = arguments[name]
         keys_B1 = None
         if "pixel_values" in vision:
+            from ...prefix_sharing.image_keys import fingerprints  # text needs nothing of it
+
             keys_B1 = fingerprints(vision)
         entropies_BC = share_values(entropies_BC, arguments["input_ids"], attention_mask, width, keys_B1)
     if request.scored_BC is None and width == 1:
