@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage():
     """`Trainer.train` collects garbage, which takes half a second with torch and TRL loaded, and what they import."""
+    gc.collect()
     gc.freeze()
 
 
