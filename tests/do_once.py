@@ -1,4 +1,4 @@
-"""What libraries do again in every training of a process, a quarter of a tiny one: done once, by tests and their ranks.
+"""What libraries do again in every training of a process, a quarter of a tiny one: done once, for tests and ranks.
 
 Imported before transformers, PEFT and TRL, which take these names from their modules.
 """
@@ -9,7 +9,7 @@ import os
 
 import jinja2
 
-# For every model that accelerate unwraps it reads whether DeepSpeed is installed, and a model card reads five versions.
+# For every unwrapped model accelerate reads whether DeepSpeed is installed. A model card reads five versions.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 importlib.metadata.version = functools.cache(importlib.metadata.version)
 # A model card compiles its template whenever it is written.
