@@ -1,23 +1,23 @@
-import functools
 import gc
-import importlib.metadata
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+import tests.do_once  # noqa: F401
+
 # Before torch is imported, and inherited by every process a test starts: two processes with two threads each on two
 # cores spend their time waiting for each other (dev/LOG.md), and sums do not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test needs the Hub; looking for it without a network takes seconds each time.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# For every model that accelerate unwraps it reads again whether DeepSpeed is installed, a fifth of a tiny training.
-importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 
-def pytest_collection_finish():
-    """`Trainer.train` collects garbage, which takes half a second with torch and TRL loaded."""
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage():
+    """`Trainer.train` collects garbage, which takes half a second with torch and TRL loaded, and what they import."""
+    gc.collect()
     gc.freeze()
 
 
