@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations import sdpa_attention
 
 from ..utils.replaced import replaced
 from . import trl as trls
@@ -86,7 +87,8 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
     key = key.to(dtype)
     value = value.to(dtype)
     repeats = query.shape[1] // key.shape[1]
-    if attention_mask is not None and repeats > 1:
+    packs_queries = query.shape[2] == 1 and hasattr(sdpa_attention, "pack_gqa")  # transformers 5.23 has it
+    if attention_mask is not None and repeats > 1 and not packs_queries:
         # With a mask, transformers repeats keys and values for grouped queries.
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 __all__ = [
     "ATTENTION",
     "DeviceMode",
+    "FakeTensor",
     "array_of",
     "device_type",
     "has_numbers",

@@ -2,21 +2,26 @@
 
 `generate` prepares everything and calls a loop of ours instead of its own, as it does in a run
 (`engines/decode/decoding.py`). That loop computes the prompts, lets the cache grow to the last token by its own
-methods, and generates that token. Bytes between the two grow from token to token.
+methods, and draws that token; both by the run's loop, which may be transformers'. Bytes between the two grow from
+token to token.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ...compat.fake_tensors import DeviceMode, real_tensors
 from ...compat.memory import PeakTracker
-from ...compat.transformers_generation import next_inputs
+from ...compat.transformers_generation import next_inputs, stock_loop
 from ...engines.decode.decoding import DecodedRows, Decoding, why_stock
-from ...engines.decode.prefill import Prefill
+from ...engines.decode.lora_products import joined_products
+from ...scoring.cpu_linear import fast_linears
 from .settings import Settings
 
 
@@ -40,17 +45,15 @@ class _FirstAndLastToken(Decoding):
     Args:
         tracker: counts the bytes.
         tokens: number of tokens of a completion.
-        compact: the cache of a prompt is repeated for its rows, with room; otherwise each row computes its prompt.
 
     Attributes:
         sizes: see [`GenerationBytes`].
     """
 
-    def __init__(self, tracker: PeakTracker, tokens: int, compact: bool):
+    def __init__(self, tracker: PeakTracker, tokens: int):
         super().__init__(synced_gpus=False)
         self.tracker = tracker
         self.tokens = tokens
-        self.compact = compact
         self.sizes: list[int] = []
 
     @torch.no_grad()
@@ -63,30 +66,58 @@ class _FirstAndLastToken(Decoding):
         rows = DecodedRows(
             input_ids, self.prompt_R, generation_config, logits_processor, stopping_criteria, model_kwargs
         )
-        outputs = self._prompts(model, input_ids, rows, generation_config)
-        prefill = tracker.peak - before
-        _append(model, rows, outputs)
-        del outputs
-        cache = rows.kwargs[rows.cache_name]
-        _lengthen(rows, cache, self.tokens - 2)
-        tracker.peak = tracker.now
-        outputs = rows.forward(model)
-        _append(model, rows, outputs)
+        with self._products(model):
+            self._first_token(model, input_ids, rows, generation_config)
+            prefill = tracker.peak - before
+            cache = rows.kwargs[rows.cache_name]
+            _lengthen(rows, cache, input_ids.shape[1] + self.tokens - 1)
+            tracker.peak = tracker.now
+            self._last_token(model, rows, generation_config)
         peak = tracker.peak - before
-        del outputs, rows
+        del rows
         of_cache = tracker.now - before  # nothing else is left
         del cache
         self.sizes = [prefill, of_cache, peak - of_cache]
         return input_ids
 
-    def _prompts(
+    @contextmanager
+    def _products(self, model: PreTrainedModel) -> Iterator[None]:
+        """A block in which layers compute as inside of the loop."""
+        with fast_linears(model), joined_products(model):
+            yield
+
+    def _first_token(
         self, model: PreTrainedModel, input_ids: torch.Tensor, rows: DecodedRows, config: GenerationConfig
-    ) -> ModelOutput:
-        """The outputs of the prompts' forward; the cache in `rows` is that of every row."""
-        if self.compact:
-            return self.prefill(model, input_ids, self.prompt_R, rows, config, synced_gpus=False)
-        prompts = Prefill(model, input_ids, rows.kwargs, rows.cache_name, config, synced_gpus=False, pixels={})
-        return prompts.run(prompts.parts(turns=None, has_images=False))
+    ) -> None:
+        """Compute the prompts and draw a token of every row."""
+        outputs = self.prefill(model, input_ids, self.prompt_R, rows, config, synced_gpus=False)
+        _append(model, rows, outputs)
+
+    def _last_token(self, model: PreTrainedModel, rows: DecodedRows, config: GenerationConfig) -> None:
+        """Draw another token of every row."""
+        _append(model, rows, rows.forward(model))
+
+
+class _OfStockLoop(_FirstAndLastToken):
+    """The same two tokens by transformers' own loop, which computes each row's prompt."""
+
+    @contextmanager
+    def _products(self, model: PreTrainedModel) -> Iterator[None]:
+        yield
+
+    def _first_token(
+        self, model: PreTrainedModel, input_ids: torch.Tensor, rows: DecodedRows, config: GenerationConfig
+    ) -> None:
+        self._draw(model, input_ids, rows, config)
+
+    def _last_token(self, model: PreTrainedModel, rows: DecodedRows, config: GenerationConfig) -> None:
+        self._draw(model, rows.ids_AL[:, -1:], rows, config)
+
+    def _draw(self, model: PreTrainedModel, new_ids: torch.Tensor, rows: DecodedRows, config: GenerationConfig) -> None:
+        """Run the loop for a token behind what the cache has of the rows."""
+        # When the token is drawn, the loop reads whether all rows have ended. That is no number of a fake tensor.
+        with suppress(DataDependentOutputException):
+            stock_loop(model, new_ids, rows.logits_processor, rows.stopping_criteria, config, rows.kwargs)
 
 
 def _append(model: PreTrainedModel, rows: DecodedRows, outputs: ModelOutput) -> None:
@@ -97,26 +128,27 @@ def _append(model: PreTrainedModel, rows: DecodedRows, outputs: ModelOutput) -> 
     rows.append(logits_AV)
 
 
-def _lengthen(rows: DecodedRows, cache: DynamicCache, tokens: int) -> None:
-    """Append so many tokens to every row and to its cache."""
-    if tokens <= 0:
-        return
-    rows.ids_AL = _longer(rows.ids_AL, tokens)
+def _lengthen(rows: DecodedRows, cache: DynamicCache, length: int) -> None:
+    """Make every row, its mask and its cache as long as before the last token: the cache has `length` - 1 tokens."""
+    rows.ids_AL = _longer(rows.ids_AL, length)
     mask = rows.kwargs.get("attention_mask")
     if mask is not None:
-        rows.kwargs["attention_mask"] = _longer(mask, tokens)
+        rows.kwargs["attention_mask"] = _longer(mask, length)
     for layer in cache.layers:
         keys = getattr(layer, "keys", None)
         if keys is None or not layer.get_seq_length():
             continue  # recurrent states do not grow
         count, heads, _, width = keys.shape
-        new_keys = keys.new_empty(count, heads, tokens, width)
-        new_values = keys.new_empty(count, heads, tokens, layer.values.shape[-1])
-        layer.update(new_keys, new_values)
+        missing = length - 1 - layer.get_seq_length()
+        if missing > 0:
+            new_keys = keys.new_empty(count, heads, missing, width)
+            new_values = keys.new_empty(count, heads, missing, layer.values.shape[-1])
+            layer.update(new_keys, new_values)
 
 
-def _longer(x_AL: torch.Tensor, tokens: int) -> torch.Tensor:
-    return torch.cat([x_AL, x_AL.new_ones(len(x_AL), tokens)], 1)
+def _longer(x_AL: torch.Tensor, length: int) -> torch.Tensor:
+    missing = max(0, length - x_AL.shape[1])
+    return torch.cat([x_AL, x_AL.new_ones(len(x_AL), missing)], 1)
 
 
 def generated_bytes(model: nn.Module, mode: DeviceMode, settings: Settings, tracker: PeakTracker) -> list[int]:
@@ -125,12 +157,15 @@ def generated_bytes(model: nn.Module, mode: DeviceMode, settings: Settings, trac
     config = _config(settings)
     compact = settings.compact_generation and why_stock(model, config) is None
     distinct = max(1, count // settings.num_generations) if compact else count
-    loop = _FirstAndLastToken(tracker, settings.max_completion_length, compact)
+    loop_class = _FirstAndLastToken if compact else _OfStockLoop
+    loop = loop_class(tracker, settings.max_completion_length)
     with real_tensors():
         prompt_R = torch.arange(count) * distinct // count
         first_U1 = torch.arange(2, distinct + 2).unsqueeze(1)  # no prompt begins as another one
         ids_UP = first_U1.repeat(1, settings.prompt_tokens)
         mask_UP = torch.ones_like(ids_UP)
+        # A longest prompt and shorter ones, as in most batches: without padding there would be no mask.
+        mask_UP[1 if compact else settings.num_generations :, 0] = 0
     loop.prompt_R = mode.with_numbers(prompt_R)
     ids_UP = mode.with_numbers(ids_UP)
     mask_UP = mode.with_numbers(mask_UP)

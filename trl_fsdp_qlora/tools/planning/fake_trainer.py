@@ -27,7 +27,7 @@ from ...prefix_sharing.batch import Batch
 from ...prefix_sharing.passes import PassPlan
 from ...prefix_sharing.sharing import PromptSharing, causal_language_model
 from ...trainers.grpo.token_budget import TokenBudget
-from ...trainers.step.rows import Arguments, LossRows, padded_batch
+from ...trainers.step.rows import Arguments, LossRows, PerBatch, padded_batch
 from ...trainers.step.step_scores import StepScores
 from ...trainers.step.trl_pass import LossRequest, TrlPass
 from .settings import Settings
@@ -213,11 +213,12 @@ def trainer_without_data(settings: Settings, model: nn.Module, accelerator: OneR
     _add_head(trainer)
     trainer._share_prompts()
     trainer.sharing.options = replace(trainer.sharing.options, compares=False)
-    if not settings.is_paired:
+    if issubclass(trainer_class, trl_fsdp_qlora.EfficientGRPOTrainer):
         trainer.budget = TokenBudget(args)
         # As the start-up block does. Otherwise the first loss logs why it computes every token.
         trainer.budget.features(trainer._terms(), trainer._why_every_token())
-    elif not is_peft_model(model) and not trainer.precompute_ref_logps:
+        trainer._credited = PerBatch()  # of T-SPMO
+    if settings.is_paired and not is_peft_model(model) and not trainer.precompute_ref_logps:
         trainer.ref_model = model  # a pass of the reference model allocates what one of the policy does
     return trainer
 
