@@ -59,8 +59,7 @@ def _only_adapter(layer: LoraLayer) -> str | None:
     up = layer.lora_B[name]
     # Embeddings and convolutions have factors of other classes. FSDP2's shards are DTensors, and ZeRO-3's are empty.
     are_plain = all(
-        type(factor) is nn.Linear and type(factor.weight) in _PLAIN and factor.weight.numel()
-        for factor in (down, up)
+        type(factor) is nn.Linear and type(factor.weight) in _PLAIN and factor.weight.numel() for factor in (down, up)
     )
     is_dropped = layer.training and not isinstance(layer.lora_dropout[name], nn.Identity)
     if not are_plain or down.bias is not None or up.bias is not None or is_dropped:

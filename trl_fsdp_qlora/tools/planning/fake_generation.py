@@ -113,9 +113,11 @@ class _OfStockLoop(_FirstAndLastToken):
     def _last_token(self, model: PreTrainedModel, rows: DecodedRows, config: GenerationConfig) -> None:
         self._draw(model, rows.ids_AL[:, -1:], rows, config)
 
-    def _draw(self, model: PreTrainedModel, new_ids: torch.Tensor, rows: DecodedRows, config: GenerationConfig) -> None:
+    def _draw(
+        self, model: PreTrainedModel, new_ids: torch.Tensor, rows: DecodedRows, config: GenerationConfig
+    ) -> None:
         """Run the loop for a token behind what the cache has of the rows."""
-        # When the token is drawn, the loop reads whether all rows have ended. That is no number of a fake tensor.
+        # After it has drawn the token, the loop reads whether all rows have ended. A fake tensor cannot be read.
         with suppress(DataDependentOutputException):
             stock_loop(model, new_ids, rows.logits_processor, rows.stopping_criteria, config, rows.kwargs)
 

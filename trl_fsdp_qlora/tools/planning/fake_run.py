@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from transformers import PretrainedConfig
 from trl.trainer.utils import disable_dropout_in_model
@@ -390,9 +391,12 @@ class FakeRun:
         """The fields of [`GenerationBytes`] of a model of these layers."""
         few = self._few_layers(layers)
         few.causal.gradient_checkpointing_disable()
-        # PEFT's `generate` is that of the model inside, which accelerate's mixed precision does not wrap.
-        autocast = self._autocast() if few.model is few.causal else contextlib.nullcontext()
-        with self._tracked(few, False) as peaks, autocast:
+        # Transformers' router loss takes a mask of as many tokens as a forward computes; a token's step has one more.
+        few.causal.config.get_text_config().output_router_logits = False
+        # Accelerate wraps the forward of the outer model. PEFT's `generate` is that of the model inside.
+        if self.settings.mixed and few.model is few.causal:
+            few.causal.forward = convert_outputs_to_fp32(self._autocast()(few.causal.forward))
+        with self._tracked(few, False) as peaks:
             return generated_bytes(few.model, few.mode, self.settings, peaks.tracker)
 
 
