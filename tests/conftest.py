@@ -1,23 +1,37 @@
-import functools
 import gc
-import importlib.metadata
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+import tests.do_once  # noqa: F401
+
 # Before torch is imported, and inherited by every process a test starts: two processes with two threads each on two
 # cores spend their time waiting for each other (dev/LOG.md), and sums do not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test needs the Hub; looking for it without a network takes seconds each time.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# For every model that accelerate unwraps it reads again whether DeepSpeed is installed, a fifth of a tiny training.
-importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 
-def pytest_collection_finish():
-    """`Trainer.train` collects garbage, which takes half a second with torch and TRL loaded."""
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", help="K/N: of the tests that are left every Nth, from the Kth on")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Keep a part of the tests, after those of another mark have gone."""
+    number, parts = map(int, config.getoption("--part").split("/"))
+    kept = items[number - 1 :: parts]
+    others = [item for i, item in enumerate(items, 1 - number) if i % parts]
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage():
+    """`Trainer.train` collects garbage, which takes half a second with torch and TRL loaded, and what they import."""
+    gc.collect()
     gc.freeze()
 
 

@@ -1,18 +1,15 @@
 """What the fork server of launch.py imports once for all ranks and launchers."""
 
 import contextlib
-import functools
 import gc
-import importlib.metadata
 import os
 from importlib import import_module
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a fork of a process that has looked for a GPU cannot use one
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
-importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in tests/conftest.py
-
 for name in (
+    "tests.do_once",
     "accelerate.commands.launch",
     "datasets",
     "peft",

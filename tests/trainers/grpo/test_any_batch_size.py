@@ -81,7 +81,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("i", these_first(range(len(OPTIONS)), 0, 1, 4))
+@pytest.mark.parametrize("i", these_first(range(len(OPTIONS)), 0, 4))
 def test_options(tmp_path, steps, i):
     assert_equal_runs(tmp_path, **cut(1, **OPTIONS[i]))
     assert steps

@@ -18,8 +18,8 @@ from trl_fsdp_qlora import (
 from .test_broken_off_steps import (
     SPLITS,
     assert_as_alone,
-    every_split,
     make,
+    often_kept,
     short_beginnings,  # noqa: F401 (a fixture)
     trained,
 )
@@ -68,10 +68,8 @@ FEATURES = {
 # In `make test`: features of each kind, and each way of splitting.
 FIRST = (
     ("selected tokens", "cut"),
-    ("every other layer, by the config", "kept"),
     ("groups without a signal", "merged"),
     ("T-SPMO", "kept"),
-    ("A*-PO", "cut"),
     ("bfloat16", "cut"),
 )
 
@@ -97,7 +95,7 @@ def copies(monkeypatch):
 
 
 @pytest.mark.parametrize("adapter", ["LoRA", pytest.param("none", marks=pytest.mark.exhaustive)])
-@every_split
+@often_kept
 def test_activations_are_offloaded_after_rollouts_too(tmp_path, split, adapter, copies):
     """TRL switches checkpointing off for a rollout and on again with keys that torch does not know: a ValueError at
     the first loss."""

@@ -7,6 +7,7 @@ pytest.importorskip("bitsandbytes")
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import difference
+from tests.tiny import these_first
 from tests.trainers.dpo.test_ranks import runs
 
 WORKER = "tests/trainers/next_trl/ranks_worker.py"
@@ -25,7 +26,7 @@ def alone(model, tmp_path_factory):
     return runs(model, folder, "ddp=stock_rloo", "fsdp2=rloo:4bit", processes=1)[0]
 
 
-@pytest.mark.parametrize("wrapper, bits", [("ddp", ""), ("fsdp2", ":4bit")])
+@pytest.mark.parametrize("wrapper, bits", these_first([("ddp", ""), ("fsdp2", ":4bit")], ("fsdp2", ":4bit")))
 def test_ranks_compare_their_first_step_together(alone, model, tmp_path, wrapper, bits):
     """If one rank finds a difference, both continue as stock; whatever they find, they train what one process does."""
     environment = fsdp_environment() if wrapper == "fsdp2" else None

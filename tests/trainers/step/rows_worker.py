@@ -1,4 +1,4 @@
-"""What one rank trains in test_rows.py: `rows_worker.py MODEL OUT`, episodes of one row on the first of two ranks."""
+"""What a rank trains in test_rows.py, episodes of one row on the first of two: `rows_worker.py MODEL OUT SCENARIO`."""
 
 import zlib
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from tests.distributed.fsdp_on_gloo import force_fsdp
-from tests.distributed.rank import forget_launch, run_rank
+from tests.distributed.rank import run_rank
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.worker import RANK, WORLD_SIZE, Record, common, is_sharded, reward
 from tests.trainers.step.test_rows import episode
@@ -60,14 +60,11 @@ def train(path, out, settings):
     return {"gradients": record.gradients, "loss": losses, "rows": sum(counts)}
 
 
-def main(path, out):
+def main(path, out, scenario):
     force_fsdp()
     passes.MIN_SAVED_BY_TRUNK = 1
-    results = {}
-    for name, settings in SCENARIOS.items():
-        results[name] = train(path, Path(out) / name.replace(" ", "_"), settings)
-        forget_launch()
-    torch.save(results, Path(out) / f"rank{RANK}_of_{WORLD_SIZE}.pt")
+    result = train(path, Path(out) / "run", SCENARIOS[scenario])
+    torch.save(result, Path(out) / f"rank{RANK}_of_{WORLD_SIZE}.pt")
 
 
 if __name__ == "__main__":

@@ -476,23 +476,15 @@ def test_wrong_rows(rows, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """What one process found, and what each of two ranks with sharded 4-bit weights did, by scenario."""
-    folder = tmp_path_factory.mktemp("rows")
-    model = tiny.make_checkpoint(folder / "model")
-    worker = "tests/trainers/step/rows_worker.py"
-    launch(worker, model, folder, processes=1, timeout=240)
-    launch(worker, model, folder, processes=2, timeout=240, environment=fsdp_environment())
-    names = ("rank0_of_1", "rank0_of_2", "rank1_of_2")
-    return [torch.load(folder / f"{name}.pt", weights_only=False) for name in names]
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("scenario", ["packed", "row by row", "cut", "padded"])
-def test_ranks_with_uneven_episodes(two_ranks, scenario):
+@pytest.mark.parametrize("scenario", these_first(["packed", "row by row", "cut", "padded"], "packed"))
+def test_ranks_with_uneven_episodes(tmp_path, scenario):
     """One rank's episodes have one row and the other's up to six; gradients are those of one process."""
-    alone, first, second = (results[scenario] for results in two_ranks)
+    words = "tests/trainers/step/rows_worker.py", tiny.make_checkpoint(tmp_path / "model"), tmp_path, scenario
+    launch(*words, processes=1, timeout=240)
+    launch(*words, processes=2, timeout=240, environment=fsdp_environment())
+    names = ("rank0_of_1", "rank0_of_2", "rank1_of_2")
+    alone, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=False) for name in names)
     assert first["rows"] == 4 and second["rows"] > 12
     for rank in (first, second):
         assert rank["loss"] == pytest.approx(alone["loss"], abs=1e-5)
