@@ -58,7 +58,10 @@ def _start_trls_own(stock: type[VLLMGeneration], engine_kwargs: EngineArguments,
         """TRL's engine with further arguments of `vllm.LLM`."""
 
         def _init_vllm(self) -> None:
-            init_with(super()._init_vllm, further)
+            if further:
+                init_with(super()._init_vllm, further)
+            else:
+                super()._init_vllm()
 
     return WithFurtherArguments(**options)
 
