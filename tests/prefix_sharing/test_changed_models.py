@@ -173,7 +173,7 @@ def test_gradients_are_compared_if_a_backward_follows(order):
     drop_the_mask(stock)
     drop_the_mask(ours)
     assert_alike(stock, ours, seed=2, packed=False)
-    assert "gradients differ" in ours.prompt_sharing.describe()
+    assert not ours.prompt_sharing.status.packs
 
 
 def test_gradients_are_compared_after_values_were():
@@ -220,7 +220,7 @@ def test_an_implementation_without_a_known_mask_runs_as_stock():
     for model in (stock, ours):
         model.set_attn_implementation("of_the_user")
     assert_alike(stock, ours, seed=2, packed=False)
-    assert "has no registered mask" in ours.prompt_sharing.describe()
+    assert not ours.prompt_sharing.status.packs
 
 
 def test_an_adapter_that_is_added_later_is_compared():
@@ -437,7 +437,7 @@ def test_dropout_in_attention_that_is_set_later_runs_as_stock(caplog):
         layer.self_attn.attention_dropout = 0.5
     with caplog.at_level("WARNING"):
         assert torch.isfinite(score(ours, group(2))).all()
-    assert not ours.prompt_sharing.figures.tokens and "attention dropout" in caplog.text
+    assert not ours.prompt_sharing.figures.tokens and len(caplog.records) == 1
     for layer in ours.model.layers:
         layer.self_attn.attention_dropout = 0.0
     assert_alike(stock, ours, seed=3)
@@ -463,8 +463,7 @@ def test_a_forward_of_the_users_own_around_trls_head(comes):
         score(ours, group(1))
         scale(ours)
     torch.testing.assert_close(score(ours, group(2)), 0.5 * score(stock, group(2)), atol=2e-5, rtol=1e-5)
-    sharing = ours.prompt_sharing
-    assert sharing.status.packs if comes == "after" else "forward of the user's own" in sharing.describe()
+    assert ours.prompt_sharing.status.packs == (comes == "after")
 
 
 # --- what a call may have is known by its name ----------------------------------------------------------------------

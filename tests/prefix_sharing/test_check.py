@@ -60,7 +60,7 @@ def test_faults_in_values_are_caught(fault, dtype, monkeypatch):
         model, sharing = llama(dtype)
         with torch.set_grad_enabled(grad):
             one_pass(model, sharing)
-        assert "difference in log-probability" in sharing.describe()
+        assert not sharing.status.packs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,8 +112,6 @@ def test_a_global_layout_under_checkpointing_is_caught(reentrant, dtype, monkeyp
     one_pass(model, sharing)
     # Without re-entrance torch itself may notice that other tensors were saved; either way no step is taken with it.
     assert not sharing.status.packs
-    if reentrant:
-        assert "gradients differ" in sharing.describe()
 
 
 def test_a_wrong_gradient_of_one_layer_is_caught(monkeypatch):
@@ -125,8 +123,11 @@ def test_a_wrong_gradient_of_one_layer_is_caught(monkeypatch):
         return attend(call)
 
     monkeypatch.setattr(cascade, "attend", without_gradient_of_values)
+    with torch.no_grad():
+        one_pass(model, sharing)
+    assert sharing.status.packs  # values are equal
     one_pass(model, sharing)
-    assert "gradients differ" in sharing.describe()
+    assert not sharing.status.packs
 
 
 def test_no_gradient_is_left_behind():
