@@ -94,8 +94,10 @@ def test_an_engine_that_makes_no_llm_itself_starts_without_further_arguments(mon
 
     STARTED.clear()
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
-    with trl_starts(None, lambda model, accelerator: {}):
+    with trl_starts(None, lambda model, accelerator: {"dtype": "float32"}):  # always there
         grpo_trainer.VLLMGeneration(model="base", accelerator="gpu", mode="colocate")
-    assert STARTED == ["base"]
-    with trl_starts(None, lambda model, accelerator: {"dtype": "float32"}), pytest.raises(MissingName):
-        grpo_trainer.VLLMGeneration(model="base", accelerator="gpu", mode="colocate")
+    with trl_starts(None, lambda model, accelerator: {"dtype": "float32", "max_num_seqs": 8}):
+        grpo_trainer.VLLMGeneration(model="base", accelerator="gpu", mode="server")
+        with pytest.raises(MissingName):
+            grpo_trainer.VLLMGeneration(model="base", accelerator="gpu", mode="colocate")
+    assert STARTED == ["base", "base"]
