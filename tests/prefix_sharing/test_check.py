@@ -63,10 +63,10 @@ def test_faults_in_values_are_caught(fault, dtype, monkeypatch):
         assert not sharing.status.packs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
-def test_rounding_alone_passes(family, dtype):
-    model = build(family).to(dtype)
+def test_rounding_alone_passes(family):
+    """In float32 each model's first pass in test_equals_stock.py and test_compared_rows.py shows it."""
+    model = build(family).to(torch.bfloat16)
     sharing = prepared(model)
     one_pass(model, sharing)
     assert sharing.status.packs, sharing.describe()
