@@ -16,6 +16,7 @@ TRL ?= 1.15.0
 TRANSFORMERS ?=
 TRL_TESTS ?= tests/trainers
 WORKERS ?= 2
+PART ?= 1/1
 SEED ?= 0
 BASE ?= runs/small-base
 RUN ?= runs/quickstart
@@ -31,9 +32,9 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25 -m "not exhaustive"
 
 # The rest of the tables of which `make test` runs a few (every class of transformers, every pair of loss and layer, every recipe), what needs several
-# more processes (every accelerate config, notebooks, a wheel), and a real model.
+# more processes (every accelerate config, notebooks, a wheel), and a real model. PART=2/3 runs the second third of them.
 test-exhaustive: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25 -m exhaustive
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25 -m exhaustive --part $(PART)
 
 # Triton's kernels without a GPU: compiled for seven kinds of cards, and interpreted next to their references. Triton is not in .venv, where it would
 # change which kernels other tests choose.

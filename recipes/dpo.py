@@ -37,8 +37,7 @@ def main() -> None:
         model.model_name_or_path, args=config, train_dataset=pairs, **model_arguments(config, model)
     )
     trainer.card_info.settings = (script, model)
-    trainer.clock.planned = 0 if plan is None else plan.measurable_peak
-    run_recipe(trainer, recipe, test)
+    run_recipe(trainer, recipe, test, plan)
 
 
 if __name__ == "__main__":

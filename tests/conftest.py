@@ -14,6 +14,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", help="K/N: of the tests that are left every Nth, from the Kth on")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Keep a part of the tests, after those of another mark have gone."""
+    number, parts = map(int, config.getoption("--part").split("/"))
+    kept = items[number - 1 :: parts]
+    others = [item for i, item in enumerate(items, 1 - number) if i % parts]
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
+
+
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage():
     """`Trainer.train` collects garbage, which takes half a second with torch and TRL loaded, and what they import."""

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 
+from trl_fsdp_qlora.compat.trl import MissingName
 from trl_fsdp_qlora.compat.vllm import skip_destroyed_groups, trl_starts
 
 
@@ -81,3 +83,23 @@ def test_further_arguments_reach_trls_own_engine(monkeypatch):
     Own("base", "gpu", "colocate")
     expected = [{"model": "base", "quantization": "base on gpu"}, {"model": "base", "quantization": None}]
     assert expected == STARTED
+
+
+def test_an_engine_that_makes_no_llm_itself_starts_without_further_arguments(monkeypatch):
+    """A later TRL may start vLLM elsewhere: an error only if an argument would not reach it."""
+    from trl.trainer import grpo_trainer
+
+    class Elsewhere(Own):
+        def _init_vllm(self):
+            STARTED.append(self.model)
+
+    PartialState()  # there is one before a trainer starts an engine
+    STARTED.clear()
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
+    with trl_starts(None, lambda model, accelerator: {"dtype": "float32"}):  # always there
+        grpo_trainer.VLLMGeneration(model="base", accelerator="gpu", mode="colocate")
+    with trl_starts(None, lambda model, accelerator: {"dtype": "float32", "max_num_seqs": 8}):
+        grpo_trainer.VLLMGeneration(model="base", accelerator="gpu", mode="server")
+        with pytest.raises(MissingName):
+            grpo_trainer.VLLMGeneration(model="base", accelerator="gpu", mode="colocate")
+    assert STARTED == ["base", "base"]

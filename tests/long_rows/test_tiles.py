@@ -366,16 +366,16 @@ def with_softmax(model):
 
 
 @pytest.mark.parametrize(
-    "change, line",
+    "change, named",
     [
-        (with_softmax, "Softmax inside LlamaMLP is not known to compute each token by itself"),
-        (with_batch_norm, "Flatten inside LlamaMLP is not known to compute each token by itself"),
-        (with_hook, "Linear inside LlamaMLP has a hook"),
+        (with_softmax, "Softmax"),
+        (with_batch_norm, "Flatten"),
+        (with_hook, "Linear"),
         (with_mixing_mlp, None),
         (with_wrapper_of_the_users, None),
     ],
 )
-def test_a_module_with_something_unknown_runs_as_before(change, line, calls, caplog):
+def test_a_module_with_something_unknown_runs_as_before(change, named, calls, caplog):
     logging.Logger.warning_once.cache_clear()
     model = build("llama").train()
     change(model)
@@ -387,8 +387,8 @@ def test_a_module_with_something_unknown_runs_as_before(change, line, calls, cap
     assert len(calls) == norms
     torch.testing.assert_close(logits, expected[0])
     assert_equal_gradients(actual, expected[1], TOLERANCE)
-    lines = [record.getMessage() for record in caplog.records if "without tiles" in record.getMessage()]
-    assert len(lines) == (line is not None) and all(line in text for text in lines)
+    lines = [record.getMessage() for record in caplog.records if record.name == token_tiles.__name__]
+    assert len(lines) == (named is not None) and all(named in line for line in lines)
 
 
 def test_weights_that_are_no_parameters_get_their_gradients(calls):

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tests.tools.planning.models import settings
-from trl_fsdp_qlora.engines.decode.completions import complete
+from trl_fsdp_qlora.engines.decode.completions import CompletionOptions, complete
 from trl_fsdp_qlora.engines.decode.decoding import why_stock
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_16_bit, load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.packed_linear import pack_model
@@ -137,7 +137,7 @@ def decoded(model) -> str:
     if reason is not None:
         return f"no: {reason}"
     try:
-        expected, _ = complete(model, prompts, config, compact=False)
+        expected, _ = complete(model, prompts, config, CompletionOptions(compact=False))
     except Exception:
         return "no, nor does `generate`"
     actual, work = complete(model, prompts, config)

@@ -153,6 +153,7 @@ UNSUPPORTED = {
 
 # Of all families but those that could take images.
 MAKE = SUPPORTED | COUNTING | {name: make for name, (make, _) in RECURRENT.items()}
+FAMILIES = MAKE | {f"{name} (images)": make for name, make in MULTIMODAL.items()}
 
 
 def build(make, seed: int = 0):

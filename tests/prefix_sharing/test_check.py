@@ -60,13 +60,13 @@ def test_faults_in_values_are_caught(fault, dtype, monkeypatch):
         model, sharing = llama(dtype)
         with torch.set_grad_enabled(grad):
             one_pass(model, sharing)
-        assert "difference in log-probability" in sharing.describe()
+        assert not sharing.status.packs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
-def test_rounding_alone_passes(family, dtype):
-    model = build(family).to(dtype)
+def test_rounding_alone_passes(family):
+    """In float32 each model's first pass in test_equals_stock.py and test_compared_rows.py shows it."""
+    model = build(family).to(torch.bfloat16)
     sharing = prepared(model)
     one_pass(model, sharing)
     assert sharing.status.packs, sharing.describe()
@@ -112,8 +112,6 @@ def test_a_global_layout_under_checkpointing_is_caught(reentrant, dtype, monkeyp
     one_pass(model, sharing)
     # Without re-entrance torch itself may notice that other tensors were saved; either way no step is taken with it.
     assert not sharing.status.packs
-    if reentrant:
-        assert "gradients differ" in sharing.describe()
 
 
 def test_a_wrong_gradient_of_one_layer_is_caught(monkeypatch):
@@ -125,8 +123,11 @@ def test_a_wrong_gradient_of_one_layer_is_caught(monkeypatch):
         return attend(call)
 
     monkeypatch.setattr(cascade, "attend", without_gradient_of_values)
+    with torch.no_grad():
+        one_pass(model, sharing)
+    assert sharing.status.packs  # values are equal
     one_pass(model, sharing)
-    assert "gradients differ" in sharing.describe()
+    assert not sharing.status.packs
 
 
 def test_no_gradient_is_left_behind():

@@ -126,7 +126,7 @@ def test_a_lost_window_is_found(short, monkeypatch):
     monkeypatch.setattr(two_part, "attend", without_window(two_part.attend))
     model = build("mistral_sliding")
     sharing = prepared(model, "two_part")
-    with pytest.raises(PrefixSharingError, match="log-prob"):
+    with pytest.raises(PrefixSharingError):
         run(model, sharing)
 
 
@@ -147,7 +147,7 @@ def test_an_ancestor_that_is_not_seen_is_found(short, monkeypatch):
     model = build("llama")
     sharing = prepared(model)
     run(model, sharing)
-    assert "difference in log-probability" in sharing.describe()
+    assert not sharing.status.packs
 
 
 def test_a_wrong_gradient_is_found(short, monkeypatch):
@@ -160,8 +160,11 @@ def test_a_wrong_gradient_is_found(short, monkeypatch):
     monkeypatch.setattr(cascade, "attend", without_gradient_of_values)
     model = build("llama")
     sharing = prepared(model)
+    with torch.no_grad():
+        run(model, sharing)
+    assert sharing.status.packs  # values are equal
     run(model, sharing)
-    assert "gradients differ" in sharing.describe()
+    assert not sharing.status.packs
 
 
 def test_a_recurrent_state_that_is_lost_is_found(short, monkeypatch):
@@ -176,4 +179,4 @@ def test_a_recurrent_state_that_is_lost_is_found(short, monkeypatch):
     model = build("qwen3_5")
     sharing = prepared(model)
     run(model, sharing)
-    assert "difference in log-probability" in sharing.describe()
+    assert not sharing.status.packs

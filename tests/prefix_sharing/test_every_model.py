@@ -4,13 +4,13 @@ import warnings
 
 import pytest
 
+from tests.tiny import these_first
+
 from .every_model import CLASSES, cells_on_the_page, row
 
-FAST = ["Qwen3ForCausalLM", "BloomForCausalLM", "GitForCausalLM", "Gemma4ForConditionalGeneration"]
-REST = sorted(set(CLASSES) - set(FAST))
 
-
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REST)])
+# First, one that has all four, and one that is not packed.
+@pytest.mark.parametrize("name", these_first(sorted(CLASSES), "Qwen3ForCausalLM", "BloomForCausalLM"))
 def test_a_class_is_as_on_the_page(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -263,15 +263,11 @@ def test_continued_segments_have_the_shortest_length_of_a_state(shortest, rows):
     assert (forest.lengths[~forest.is_leaf] >= shortest).all()
 
 
-@pytest.mark.parametrize(
-    ("hole", "reason"),
-    [((0, 3), "holes"), ((0, 7), "holes"), ((1, slice(5)), "label")],
-    ids=["prompt", "completion", "no prompt"],
-)
-def test_masks_with_holes_are_refused(hole, reason):
+@pytest.mark.parametrize("hole", [(0, 3), (0, 7), (1, slice(5))], ids=["prompt", "completion", "no prompt"])
+def test_masks_with_holes_are_refused(hole):
     ids, mask = make_batch([5, 5], [4, 4], 5, 4)
     mask[hole] = 0
-    with pytest.raises(CannotPack, match=reason):
+    with pytest.raises(CannotPack):
         read_batch(ids, mask, completion_labels(ids, mask, 4))
 
 

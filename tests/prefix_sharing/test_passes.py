@@ -12,6 +12,7 @@ from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.batch import Batch, Instructions
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
 
+from .calls import random_tokens
 from .helpers import (
     RECURRENT,
     SUPPORTED,
@@ -23,7 +24,6 @@ from .helpers import (
     with_stock_head,
 )
 from .test_attention import dense_backward, dense_forward
-from .test_sharing import random_tokens
 
 FAST = ("llama", "gemma2", "gpt_oss", "qwen3_5", "mamba2", "lfm2")
 FAMILIES = SUPPORTED | {name: make for name, (make, _) in RECURRENT.items()}

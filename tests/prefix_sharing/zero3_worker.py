@@ -47,9 +47,7 @@ def main(family: str) -> PromptSharing:
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo")
     hybrid = main("qwen3_5")
-    assert not hybrid.status.packs and "ZeRO-3 gathers a recurrent layer's weights" in hybrid.describe(), (
-        hybrid.describe()
-    )
+    assert not hybrid.status.packs
     attention_alone = main("qwen3")
     assert attention_alone.status.packs, attention_alone.describe()
     dist.destroy_process_group()

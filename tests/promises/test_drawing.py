@@ -69,7 +69,7 @@ def test_empty_prompts_with_which_stock_ends_are_one_line(tmp_path, method):
         run(tmp_path / "stock", *stock, dataset=rows)
     with pytest.raises(UserError) as raised:
         run(tmp_path / "ours", *ours, dataset=rows)
-    assert "no tokens" in str(raised.value) and "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("method", ["GRPO", "RLOO"])

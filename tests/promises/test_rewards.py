@@ -39,14 +39,13 @@ def scores(completions, **columns):
 def test_a_reward_of_one_number_or_of_texts_is_refused_by_name(tmp_path, cls, config, reward):
     with pytest.raises(UserError) as raised:
         trainer(cls, config, tmp_path, peft_config=lora(), reward=[scores, reward], max_steps=1).train()
-    assert f"the reward function {reward.__name__} returned" in str(raised.value) and "0.5" in str(raised.value)
+    assert reward.__name__ in str(raised.value) and "0.5" in str(raised.value)
 
 
 @pytest.mark.parametrize(("cls", "config"), TRAINERS)
 def test_the_first_batch_without_a_value_names_the_function(tmp_path, caplog, cls, config):
     trainer(cls, config, tmp_path, peft_config=lora(), reward=[scores, silent], max_steps=2).train()
-    lines = [record.message for record in caplog.records if "gave none of 8 completions" in record.message]
-    assert len(lines) == 1 and "the reward function silent" in lines[0]
+    assert len([record for record in caplog.records if silent.__name__ in record.message]) == 1
 
 
 @pytest.mark.parametrize(("cls", "config"), TRAINERS)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from tests.engines.decode.test_decoding import SIZES, build, greedy
 from tests.tiny import serve_by_onednn
 from trl_fsdp_qlora import share_prompts, unshare_prompts
-from trl_fsdp_qlora.engines.decode.completions import complete
+from trl_fsdp_qlora.engines.decode.completions import CompletionOptions, complete
 from trl_fsdp_qlora.scoring import cpu_linear as cpu_linear
 from trl_fsdp_qlora.scoring.cpu_linear import fast_linears
 
@@ -178,7 +178,12 @@ def test_generation_takes_no_more_memory_than_stocks(ends, tmp_path):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SIZES, "hidden_size": 64})).float().eval()
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-        complete(model, [list(range(20, 60))] * 8, greedy(max_new_tokens=12, eos_token_id=ends), compact=compact)
+        complete(
+            model,
+            [list(range(20, 60))] * 8,
+            greedy(max_new_tokens=12, eos_token_id=ends),
+            CompletionOptions(compact=compact),
+        )
 
     ours, stock = (peak_bytes(lambda compact=compact: run(compact), tmp_path) for compact in (True, False))
     assert 0 < ours <= stock

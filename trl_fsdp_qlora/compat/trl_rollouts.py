@@ -47,69 +47,23 @@ DrawnRows = dict[str, torch.Tensor | Sequence | None]
 
 _OF_EVERY_BATCH = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
-# What `_prepare_inputs` of TRL 1.15 and 1.16 calls, and what is called in its place. An image stays with its row.
-_OF_SHUFFLING = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
-
 
 def with_names(method: types.MethodType, **names: object) -> types.MethodType:
     """A copy of a bound method that finds `names` in the place of those in its module; no other caller sees them.
 
-    What decorates the method decorates the copy, if the decorator's function holds the decorated one in its closure.
+    What decorates the method does not decorate the copy.
     """
-    function: Any = getattr(method, "__func__", method)
-    return types.MethodType(_function_with_names(function, names), method.__self__)
-
-
-def _function_with_names(function: types.FunctionType, names: dict[str, object]) -> types.FunctionType:
-    decorated = vars(function).get("__wrapped__")
-    if decorated is None:
-        return _copy_of(function, {**function.__globals__, **names}, function.__closure__)
-    inner = _function_with_names(decorated, names)
-    cells = function.__closure__ or ()
-    if not any(cell.cell_contents is decorated for cell in cells):
-        return inner
-    closure = tuple(types.CellType(inner) if cell.cell_contents is decorated else cell for cell in cells)
-    return _copy_of(function, function.__globals__, closure)
-
-
-def _copy_of(function: types.FunctionType, module: dict, closure: tuple | None) -> types.FunctionType:
-    copy = types.FunctionType(function.__code__, module, function.__name__, function.__defaults__, closure)
+    function: Any = inspect.unwrap(method.__func__)
+    module = {**function.__globals__, **names}
+    of_function = function.__name__, function.__defaults__, function.__closure__
+    copy = types.FunctionType(function.__code__, module, *of_function)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return types.MethodType(copy, method.__self__)
 
 
 def reads(method: Callable, name: str) -> bool:
     """Whether a method, behind its decorators, reads `name` of its module."""
     return name in inspect.unwrap(method).__code__.co_names
-
-
-def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: types.MethodType) -> types.MethodType:
-    """`_prepare_inputs` of TRL's trainers, which shuffles a generation batch by `shuffle`.
-
-    If TRL shuffles by another name, `prepare_inputs` is returned as it is, and a line is logged. If TRL shuffles with
-    an argument that is not known, its own function shuffles, and a line is logged, too.
-
-    Args:
-        prepare_inputs: the bound method.
-    """
-    if not reads(prepare_inputs, "shuffle_sequence_dict"):
-        logger.warning_once(
-            "Rows are shuffled one by one, as in stock TRL, and not by group: this TRL has no shuffle_sequence_dict"
-        )
-        return prepare_inputs
-    stock = inspect.unwrap(prepare_inputs).__globals__["shuffle_sequence_dict"]
-
-    def shuffle_groups(batch, *args, **kwargs):
-        if not args and not kwargs:
-            return shuffle(batch)
-        logger.warning_once(
-            "Rows are shuffled one by one, as in stock TRL, and not by group: this TRL's shuffle_sequence_dict gets "
-            "further arguments"
-        )
-        return stock(trls.images_by_row(batch), *args, **kwargs)
-
-    whole = dict.fromkeys(_OF_SHUFFLING, lambda batch: batch)
-    return with_names(prepare_inputs, shuffle_sequence_dict=shuffle_groups, **whole)
 
 
 def check_batch(batch: dict) -> None:
@@ -153,7 +107,9 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
     calculate = types.MethodType(trls.GRPOTrainer._calculate_rewards, unlogged)
     if not reads(calculate, "gather"):
         raise trls.MissingName(f"this TRL gathers rewards otherwise, which stage 1 of A*-PO needs: {trls.INSTALL}")
-    return with_names(calculate, gather=lambda rewards: rewards)(rows, prompts, completions, ids)
+    if trainer.accelerator.num_processes > 1:
+        calculate = with_names(calculate, gather=lambda rewards: rewards)
+    return calculate(rows, prompts, completions, ids)
 
 
 def log_rollout(trainer: GRPOTrainer, rollout: dict, episodes: tuple) -> None:

@@ -79,7 +79,6 @@ METHODS_OF_LOSS = (
 # Names in TRL's modules in whose place others are found while a function of TRL's runs.
 REPLACED = {
     "gather": ("trl.trainer.grpo_trainer", "A*-PO's estimates of values"),
-    "shuffle_sequence_dict": ("trl.trainer.grpo_trainer", "micro-batches of whole groups"),
     "LLM": ("trl.generation.vllm_generation", "vllm_engine_kwargs"),
     "_addmm_fp32": ("trl.kernels.chunked_logprob", "bfloat16 on GPUs that lack it"),
 }

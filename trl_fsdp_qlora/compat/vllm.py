@@ -11,12 +11,15 @@ from types import MethodType
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.logging import get_logger
 from torch import nn
 from trl.trainer import grpo_trainer
 
 from ..utils.replaced import replaced
 from .trl import INSTALL, MissingName
 from .trl_rollouts import reads, with_names
+
+logger = get_logger(__name__)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,7 +61,13 @@ def _start_trls_own(stock: type[VLLMGeneration], engine_kwargs: EngineArguments,
         """TRL's engine with further arguments of `vllm.LLM`."""
 
         def _init_vllm(self) -> None:
-            init_with(super()._init_vllm, further)
+            stock = super()._init_vllm
+            asked_for = further.keys() - {"dtype"}  # the trainer's dtype is this package's own choice
+            if reads(stock, "LLM") or (asked_for and options["mode"] == "colocate"):
+                init_with(stock, further)
+                return
+            logger.warning_once("vLLM's dtype is its own choice: this TRL starts vLLM otherwise than TRL 1.16")
+            stock()
 
     return WithFurtherArguments(**options)
 

@@ -130,18 +130,17 @@ def select_tokens(
     # Probabilities of long completions need float64, which Apple's GPUs do not have.
     if widest_float(device) is not torch.float64:
         valid_BC = valid_BC.to("cpu")
-    length_B1 = valid_BC.sum(-1, keepdim=True)
-    number_BC = valid_BC.cumsum(-1) - 1
     if strategy == "prefix_cut":
-        keep_BC, probability_BC = _prefix_cut(number_BC, length_B1, rate, always_first, generator)
+        keep_BC, probability_BC = _prefix_cut(valid_BC, rate, always_first, generator)
     else:
-        keep_BC, probability_BC = _bernoulli(number_BC, length_B1, valid_BC, rate, always_first, max_tokens, generator)
+        keep_BC, probability_BC = _bernoulli(valid_BC, rate, always_first, max_tokens, generator)
     keep_BC &= valid_BC
     if weighting == "horvitz_thompson":
         tiny = torch.finfo(torch.float64).tiny  # for padding, which is never kept
         weight_BC = probability_BC.clamp(min=tiny).reciprocal()
     else:
         kept_B1 = keep_BC.sum(-1, keepdim=True).clamp(min=1)
+        length_B1, _ = _numbered(valid_BC)
         weight_B1 = length_B1 / kept_B1
         weight_BC = weight_B1.expand(keep_BC.shape)
     weight_BC = torch.where(keep_BC, weight_BC, 0.0).float()
@@ -154,7 +153,16 @@ def _uniform(shape: torch.Size, device: torch.device, generator: torch.Generator
     return to_device(on_host, device)
 
 
-def _prefix_cut(number_BC, length_B1, rate, always_first, generator):
+def _numbered(valid_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths of completions `(B, 1)`, and the number of each valid token in its completion `(B, C)`, from 0."""
+    return valid_BC.sum(-1, keepdim=True), valid_BC.cumsum(-1) - 1
+
+
+def _prefix_cut(
+    valid_BC: torch.Tensor, rate: float, always_first: int, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep a beginning of random length: which tokens are kept, and the probability of each to be."""
+    length_B1, number_BC = _numbered(valid_BC)
     share_B1 = (2 * rate - 1) * length_B1
     rounded_B1 = share_B1.round().long()
     at_least = max(always_first, 1)
@@ -168,7 +176,15 @@ def _prefix_cut(number_BC, length_B1, rate, always_first, generator):
     return number_BC < cut_B1, probability_BC.double()
 
 
-def _bernoulli(number_BC, length_B1, valid_BC, rate, always_first, max_tokens, generator):
+def _bernoulli(
+    valid_BC: torch.Tensor,
+    rate: float,
+    always_first: int,
+    max_tokens: int | None,
+    generator: torch.Generator | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep each token behind the first with `rate`: which tokens are kept, and the probability of each to be."""
+    length_B1, number_BC = _numbered(valid_BC)
     is_first_BC = number_BC < always_first
     draw_BC = _uniform(number_BC.shape, number_BC.device, generator)
     is_drawn_BC = valid_BC & ~is_first_BC & (draw_BC < rate)

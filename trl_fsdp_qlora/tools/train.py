@@ -43,7 +43,6 @@ def train(
     longest = longest_prompt(recipe, prompts)
     plan = plan_first(config, model, longest, script.require_fit)
     trainer = build_trainer(trainer_class, recipe, prompts, eval_dataset=test)
-    trainer.clock.planned = 0 if plan is None else plan.measurable_peak
     if instead(trainer, script):
         return
-    run_recipe(trainer, recipe, test)
+    run_recipe(trainer, recipe, test, plan)

@@ -12,7 +12,7 @@ from tests.engines.decode.test_decoding import MODELS, build, greedy, sampled
 from tests.prefix_sharing.helpers import RECURRENT
 from tests.prefix_sharing.helpers import build as build_family
 from trl_fsdp_qlora.engines.decode import common_beginning
-from trl_fsdp_qlora.engines.decode.completions import complete
+from trl_fsdp_qlora.engines.decode.completions import CompletionOptions, complete
 
 BEGINNING = [3 + (7 * i + i // 9) % 60 for i in range(90)]
 # Groups of unlike sizes, whose neighbours have other prompts. The rests begin with different tokens.
@@ -37,7 +37,7 @@ def run(model, prompts, config=None, seed=0):
     config = config or greedy()
     shapes = []
     torch.manual_seed(seed)
-    expected, _ = complete(model, prompts, config, compact=False)
+    expected, _ = complete(model, prompts, config, CompletionOptions(compact=False))
 
     def record(_module, _args, kwargs):
         shapes.append(tuple(kwargs["input_ids"].shape))
@@ -140,12 +140,12 @@ def rank() -> None:
     unlike = [[3 + i, *prompt] for i, prompt in enumerate(PROMPTS)]
     for prompts, splits in ((alike if mine else unlike, False), (alike, True)):
         shapes = []
-        expected, _ = complete(model, prompts, greedy(), compact=False)
+        expected, _ = complete(model, prompts, greedy(), CompletionOptions(compact=False))
         hook = model.register_forward_pre_hook(
             lambda _module, _args, kwargs, shapes=shapes: shapes.append(tuple(kwargs["input_ids"].shape)),
             with_kwargs=True,
         )
-        completions, _ = complete(model, prompts, greedy(), synced_gpus=True)
+        completions, _ = complete(model, prompts, greedy(), CompletionOptions(synced_gpus=True))
         hook.remove()
         assert completions == expected
         assert (shapes[0][0] == 1) == splits, shapes[:2]

@@ -33,7 +33,7 @@ from tests.prefix_sharing.test_images import COMPLETION, FAMILIES, IMAGE, ROWS, 
 from tests.tiny import these_first
 from tests.trainers.sharing.test_images import llava_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.engines.decode.completions import complete
+from trl_fsdp_qlora.engines.decode.completions import CompletionOptions, complete
 from trl_fsdp_qlora.engines.decode.decoding import Decoding, why_stock
 
 VOCABULARY = 64
@@ -99,7 +99,7 @@ def test_greedy_is_token_identical(name):
         model = build(name) if name in MODELS else build_family(family)
     except AttributeError as missing:  # a class that transformers 5.17 does not have
         pytest.skip(str(missing))
-    expected, nothing = complete(model, PROMPTS, greedy(), compact=False)
+    expected, nothing = complete(model, PROMPTS, greedy(), CompletionOptions(compact=False))
     actual, work = complete(model, PROMPTS, greedy())
     assert nothing is None and actual == expected
     assert (work.prefill_tokens, work.prefill_tokens_stock) == (3 * 9, 9 * 9)
@@ -120,14 +120,15 @@ def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
     prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
     vision = {n: x[:, :-COMPLETION] if n.endswith("token_type_ids") else x for n, x in vision.items()}
     config = greedy(suppress_tokens=[IMAGE])
-    expected, _ = complete(model.eval(), prompts, config, compact=False, vision=vision)
+    expected, _ = complete(model.eval(), prompts, config, CompletionOptions(compact=False, vision=vision))
     # If a forward may be collective (`None`), the prefill runs the vision tower; otherwise `generate` has run it.
     for synced_gpus in (False, None):
-        actual, work = complete(model, prompts, config, synced_gpus=synced_gpus, vision=vision)
+        actual, work = complete(model, prompts, config, CompletionOptions(synced_gpus=synced_gpus, vision=vision))
         assert actual == expected and len({*map(tuple, actual)}) > 3
     assert work.prefill_tokens == 5 * ids.shape[1] and work.prefill_tokens_stock == len(ROWS) * ids.shape[1]
     assert work.row_steps == sum(len(row) - 1 for row in actual)
-    assert complete(model, prompts, config, vision=vision)[1] == work  # the loop is found exact by itself
+    _, again = complete(model, prompts, config, CompletionOptions(vision=vision))
+    assert again == work  # the loop is found exact by itself
     if name == "llava":
         trainer = llava_trainer(EfficientGRPOTrainer, tmp_path, max_steps=1, compact_generation=True)
         trainer.train()
@@ -135,7 +136,8 @@ def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
         assert step["generation/prefill_tokens"] == step["generation/prefill_tokens_stock"] / 4
         for counts in (None, [1]):  # which image belongs to which prompt is not known
             other_arguments = {n: x for n, x in (vision | {"num_images": counts}).items() if x is not None}
-            assert complete(model, prompts, greedy(max_new_tokens=2), vision=other_arguments)[1] is None
+            _, work = complete(model, prompts, greedy(max_new_tokens=2), CompletionOptions(vision=other_arguments))
+            assert work is None
 
 
 @pytest.mark.parametrize(
@@ -153,19 +155,21 @@ def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
 )
 def test_greedy_with_processors(changes):
     model = build("qwen3-sliding" if "prefill_chunk_size" in changes else "llama")
-    expected, _ = complete(model, PROMPTS, greedy(**changes), compact=False)
+    expected, _ = complete(model, PROMPTS, greedy(**changes), CompletionOptions(compact=False))
     actual, work = complete(model, PROMPTS, greedy(**changes))
     assert actual == expected and work.prefill_tokens < work.prefill_tokens_stock
     assert (work.row_steps < work.row_steps_stock) == ("watermarking_config" not in changes)
-    assert expected != complete(model, PROMPTS, greedy(), compact=False)[0] or "prefill_chunk_size" in changes
+    unprocessed, _ = complete(model, PROMPTS, greedy(), CompletionOptions(compact=False))
+    assert expected != unprocessed or "prefill_chunk_size" in changes
 
 
 @pytest.mark.parametrize("name", LENGTH_DEPENDENT)
 def test_rotary_tables_of_the_longest_row(name):
     """They depend on rows that have ended; so these stay, where a row may grow beyond the limit."""
     for tokens in (24, 5):  # built again: dynamic tables remember the longest row that they have seen
-        completions, work = complete(build(name), PROMPTS, greedy(max_new_tokens=tokens))
-        assert completions == complete(build(name), PROMPTS, greedy(max_new_tokens=tokens), compact=False)[0]
+        settings = greedy(max_new_tokens=tokens)
+        completions, work = complete(build(name), PROMPTS, settings)
+        assert completions == complete(build(name), PROMPTS, settings, CompletionOptions(compact=False))[0]
         assert work.row_steps == (work.row_steps_stock if tokens == 24 else sum(len(row) - 1 for row in completions))
 
 
@@ -188,7 +192,7 @@ def test_recurrent_gemma_keeps_transformers_loop():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     assert "recurrent layers of a kind that is not known" in why_stock(model, greedy())
-    expected, _ = complete(model, PROMPTS, greedy(), compact=False)
+    expected, _ = complete(model, PROMPTS, greedy(), CompletionOptions(compact=False))
     assert complete(model, PROMPTS, greedy()) == (expected, None)
 
 
@@ -231,7 +235,7 @@ def test_generation_of_the_models_own_gets_what_stock_gives_it(replaced, monkeyp
     else:
         plain = LlamaForCausalLM(copy.deepcopy(MODELS["llama"])).eval()
         plain.load_state_dict(model.state_dict())
-        assert completions == complete(plain, PROMPTS, greedy(), compact=False)[0]
+        assert completions == complete(plain, PROMPTS, greedy(), CompletionOptions(compact=False))[0]
 
 
 def test_fsdp_registers_generate_and_it_stays_transformers_own():
@@ -255,4 +259,4 @@ def test_nan_raises_the_librarys_error():
     torch.nn.init.constant_(model.lm_head.weight, float("nan"))
     for compact in (True, False):
         with pytest.raises(RuntimeError, match="probability tensor contains either"):
-            complete(model, PROMPTS, sampled(), compact=compact)
+            complete(model, PROMPTS, sampled(), CompletionOptions(compact=compact))

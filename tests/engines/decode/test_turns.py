@@ -13,7 +13,7 @@ from tests.prefix_sharing.helpers import build as build_family
 from tests.tiny import config, digit_share, lora, prompts, these_first, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.decode import turns as turns_module
-from trl_fsdp_qlora.engines.decode.completions import complete
+from trl_fsdp_qlora.engines.decode.completions import CompletionOptions, complete
 from trl_fsdp_qlora.engines.decode.turns import KeptTurns, why_not_kept
 
 # Whose next tokens, run one by one behind a cache, are not those of the whole text: transformers' own cache is 0.5%
@@ -80,9 +80,7 @@ def episodes(model, kept: KeptTurns | None, prompts=PROMPTS, turns=4, settings=N
             model,
             prompts,
             settings or greedy(max_new_tokens=8),
-            compact=kept is not None,
-            synced_gpus=False,
-            turns=kept,
+            CompletionOptions(compact=kept is not None, synced_gpus=False, turns=kept),
         )
         counted.handle.remove()
         drawn.append((completions, counted.tokens))
@@ -144,7 +142,7 @@ def test_an_episode_of_four_turns_prefills_a_quarter(name):
     kept = KeptTurns(1e12, 3)
     counted = Counted(model)
     for _ in range(4):
-        completions, _ = complete(model, [prompt], config, synced_gpus=False, turns=kept)
+        completions, _ = complete(model, [prompt], config, CompletionOptions(synced_gpus=False, turns=kept))
         kept.number += 1
         prompt = prompt + completions[0] + [rng.randrange(20, 60) for _ in range(150)]
     assert len(prompt) == 1700 + 4 * 300 and counted.tokens == 1700 + 3 * 151 <= 2200
@@ -216,12 +214,12 @@ def test_draws_are_of_the_models_distribution():
     model = any_model("llama")
     prompt = [20, 21, 22]
     kept = KeptTurns(1e12, 1)
-    [first], _ = complete(model, [prompt], greedy(max_new_tokens=4), synced_gpus=False, turns=kept)
+    [first], _ = complete(model, [prompt], greedy(max_new_tokens=4), CompletionOptions(synced_gpus=False, turns=kept))
     history = prompt + first + [33, 34]
     kept.number = 1
     torch.manual_seed(0)
     config = greedy(do_sample=True, top_k=0, max_new_tokens=1, eos_token_id=EOS)
-    drawn, work = complete(model, [history] * 4000, config, synced_gpus=False, turns=kept)
+    drawn, work = complete(model, [history] * 4000, config, CompletionOptions(synced_gpus=False, turns=kept))
     assert work.prefill_tokens == 3
     share_V = torch.bincount(torch.tensor(drawn)[:, 0], minlength=model.config.vocab_size) / 4000
     expected_V = model(torch.tensor([history])).logits[0, -1].softmax(-1)

@@ -17,7 +17,7 @@ from tests.engines.decode.test_turns import OURS, STOCK
 from tests.prefix_sharing.helpers import MULTIMODAL, build
 from tests.prefix_sharing.test_images import FAMILIES, IDEFICS, IMAGE, MORE, SIZES
 from tests.tiny import config, digit_share, these_first
-from trl_fsdp_qlora.engines.decode.completions import complete
+from trl_fsdp_qlora.engines.decode.completions import CompletionOptions, complete
 from trl_fsdp_qlora.engines.decode.turns import KeptTurns
 from trl_fsdp_qlora.tools.small_base import CHAT_TEMPLATE
 
@@ -99,10 +99,7 @@ class Episodes:
                 self.model,
                 [list(self.ids[row]) for row in rows],
                 greedy(suppress_tokens=[IMAGE], max_new_tokens=8),
-                compact=kept is not None,
-                synced_gpus=False,
-                turns=kept,
-                vision=self.vision(rows),
+                CompletionOptions(compact=kept is not None, synced_gpus=False, turns=kept, vision=self.vision(rows)),
             )
             drawn.append(completions)
             for row, completion in zip(rows, completions, strict=True):
@@ -138,8 +135,8 @@ def test_as_many_images_as_rows_among_padded_ones(name):
     ids = [episodes.ids[row] for row in rows]
     vision = episodes.vision(rows)
     settings = greedy(suppress_tokens=[IMAGE], max_new_tokens=8)
-    expected, _ = complete(episodes.model, ids, settings, compact=False, vision=vision)
-    actual, work = complete(episodes.model, ids, settings, vision=vision)
+    expected, _ = complete(episodes.model, ids, settings, CompletionOptions(compact=False, vision=vision))
+    actual, work = complete(episodes.model, ids, settings, CompletionOptions(vision=vision))
     assert actual == expected and work is not None
 
 

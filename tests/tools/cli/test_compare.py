@@ -95,7 +95,7 @@ def assert_equal_and_moving(steps, stdout):
 
 def assert_different(status, stdout):
     assert status == 1
-    assert stdout.splitlines()[-1].startswith("DIFFERENT (float32): ")
+    assert "float32" in stdout.splitlines()[-1]
 
 
 def test_both_are_equal(compare, folder):
@@ -126,7 +126,7 @@ def test_a_wrong_gradient_is_different(compare, monkeypatch):
 
 
 def assert_prompts_are_shared(stdout):
-    share = re.search(r"tokens computed by this package's passes: (.*)% of the padded ones", stdout)
+    share = re.search(r"(?m)^tokens computed .*?([\d.]+)%", stdout)
     assert 0.0 < float(share[1]) < 100.0
 
 

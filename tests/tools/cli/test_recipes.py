@@ -3,6 +3,7 @@
 Covers `tools/cli/scripts.py`, `utils/resources.py`.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_a_recipe_by_each_of_its_names(capsys):
     for text in (QUICK, "./recipes/small-base/grpo/config_quickstart.yaml"):
         assert find(text).path == QUICK_FILE
     assert main(["recipes", QUICK]) == 0
-    assert capsys.readouterr().out.startswith("# GRPO + LoRA on the small base model")
+    assert capsys.readouterr().out == QUICK_FILE.read_text()
     assert main(["recipes"]) == 0
     table = capsys.readouterr().out
     assert all(recipe.name in table for recipe in all_recipes())
@@ -93,7 +94,7 @@ def test_a_users_own_accelerate_config_comes_first(monkeypatch, tmp_path, capsys
     command = f"grpo --config {QUICK} --num_processes 2 --seed 3 --accelerate_config=ddp_cpu"
     assert main(command.split()) == 0
     assert main(["evaluate", "--model_name_or_path", "m"]) == 0
-    assert "accelerate config: cpu, 1 process (" in capsys.readouterr().out
+    assert re.search(r"\bcpu\b.*\b1\b", capsys.readouterr().out)
     users_config.write_text("num_processes: 1")
     assert main(["evaluate", "--model_name_or_path", "m"]) == 0
     grpo = str(ROOT / "recipes" / "grpo.py")

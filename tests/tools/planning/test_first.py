@@ -31,7 +31,7 @@ def test_a_run_that_does_not_fit_is_warned_of_or_refused(tmp_path, monkeypatch, 
 
     plan = planned()
     printed = capsys.readouterr().out
-    assert plan.fits and "warning:" not in printed and "planned" not in printed
+    assert plan.fits and printed == ""
     tokenizer = AutoTokenizer.from_pretrained(base)
     texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts()["prompt"]]
     assert plan.settings.prompt_tokens == max(len(tokenizer(text)["input_ids"]) for text in texts)
@@ -39,9 +39,10 @@ def test_a_run_that_does_not_fit_is_warned_of_or_refused(tmp_path, monkeypatch, 
     monkeypatch.setattr(first, "make_plan", lambda run: replace(real(run), capacity=2**20))
     assert not planned().fits
     printed = capsys.readouterr().out
-    assert printed.startswith("warning: by its plan") and printed.count("\n") == 1
+    assert printed.startswith("warning: ") and printed.count("\n") == 1
     with pytest.raises(ConfigError, match=r"require_fit: true.* 1\.0 MiB"):
         planned(require_fit=True)
     monkeypatch.setattr(first, "make_plan", lambda run: 1 / 0)
     assert planned(require_fit=True) is None
-    assert capsys.readouterr().out == "memory was not planned: ZeroDivisionError: division by zero\n"
+    printed = capsys.readouterr().out
+    assert printed.endswith("ZeroDivisionError: division by zero\n") and printed.count("\n") == 1

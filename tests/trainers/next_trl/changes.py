@@ -16,7 +16,7 @@ from trl_fsdp_qlora.compat import trl_seams
 
 TRAINERS = {"GRPO": "grpo_trainer", "RLOO": "rloo_trainer", "DPO": "dpo_trainer"}
 TUPLES = ("_get_per_token_logps_and_entropies", "_generate", "_tokenize_prompts")
-# Names that the three trainers' modules have from `trl.trainer.utils` and that the package puts others in place of.
+# Functions that the three trainers' modules have from `trl.trainer.utils` and call between methods that are overridden.
 REPLACED = ("shuffle_sequence_dict", "split_tensor_dict", "gather")
 
 

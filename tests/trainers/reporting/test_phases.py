@@ -2,6 +2,7 @@
 
 import itertools
 import mmap
+import re
 import time
 from collections import defaultdict
 from types import SimpleNamespace
@@ -92,9 +93,10 @@ def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
         assert first[f"time/{phase}_s"] > 0, phase
     assert first["efficiency/prompt_redundancy"] > 1 and first["throughput/tokens_per_s"] > 0
     assert second["time/generate_s"] == 0.0  # the second iteration reuses the completions
-    out = capsys.readouterr().out
-    assert "8 completions in the loss = 2 prompts × 4 completions, each used 2 times" in out
-    assert "2 optimizer steps, 2 prompts, 8 completions" in out and "trainable parameters" in out
+    numbers = [re.findall(r"\d+", line) for line in capsys.readouterr().out.splitlines()]
+    # Completions in the loss, prompts, completions of each, uses; optimizer steps, prompts, completions.
+    assert any(line[:4] == ["8", "2", "4", "2"] for line in numbers)
+    assert any(line[:3] == ["2", "2", "8"] for line in numbers)
 
 
 class Moment:

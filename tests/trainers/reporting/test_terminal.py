@@ -1,6 +1,7 @@
 """What a recipe prints while it trains."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -36,18 +37,17 @@ def test_a_recipe_in_a_log_file(tmp_path, capsys):
     assert evaluated.startswith("step 0: eval_loss ") and "  eval_reward 0." in evaluated
     assert "\r" not in captured.out + captured.err and "it/s" not in captured.err
     block = lines.index("trl-fsdp-qlora")
-    prompt = next(i for i, line in enumerate(lines) if "first training prompt" in line)
     steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
-    assert block < prompt < steps[0]
     tokenizer = character_tokenizer()
     ids = tokenizer.apply_chat_template(prompts()[0]["prompt"], add_generation_prompt=True, return_dict=False)
-    first_prompt = f"the first training prompt, {len(ids)} tokens:\n    {tokenizer.decode(ids)}"
-    assert first_prompt.rstrip() in captured.out
+    text = tokenizer.decode(ids).rstrip()
+    prompt = next(i for i, line in enumerate(lines) if line.rstrip().endswith(text))
+    assert block < prompt < steps[0] and str(len(ids)) in lines[prompt - 1]
     assert [lines[i].split("  ")[0] for i in steps] == ["step 1/7", "step 3/7"]
     for i in steps:
         assert "loss" in lines[i] and "reward" in lines[i] and "s/step" in lines[i] and len(lines[i]) < 100
     assert not any("{" in line for line in lines)
-    assert lines[-1].startswith("trained to step 3 in ")
+    assert "step 3 " in lines[-1]
     # What the line leaves out is in TRL's own places.
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert {"loss", "grad_norm", "completions/mean_length", "time/generate_s"} <= set(history[1])
@@ -68,7 +68,8 @@ def test_the_time_left_is_estimated_from_the_first_step_on(monkeypatch, capsys):
         state.global_step += 1
         callback.on_step_end(args, state, control)
     callback.on_log(args, state, control, logs={"loss": 0.0, "reward": 1.0, "accuracy": 0.955})
-    assert capsys.readouterr().out == "step  2/10  loss 0.000  reward 1.000  accuracy 95.5%  3.00 s/step  0:24 left\n"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.findall(r"\d[\d.:/%]*", line) == ["2/10", "0.000", "1.000", "95.5%", "3.00", "0:24"]
 
 
 def test_quick_work_prints_a_bar_into_a_terminal_alone(monkeypatch, capsys):

@@ -22,7 +22,7 @@ from tests.engines.decode.test_decoding import greedy
 from tests.tiny import even_start, lora, prompts
 from tests.tiny import trainer as tiny_trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.engines.decode.completions import complete
+from trl_fsdp_qlora.engines.decode.completions import CompletionOptions, complete
 from trl_fsdp_qlora.trainers.rollouts.dynamic_sampling import (
     DynamicSampling,
     ScoredRows,
@@ -252,8 +252,10 @@ def fill_train_and_decode(folder: Path) -> None:
     # No token of the vocabulary ends a row: this model may end every row with its first one.
     settings = greedy(max_new_tokens=16 + 8 * rank, eos_token_id=[63])
     with trainer.rollout.generating(trainer.model_wrapped) as (model, synced_gpus):
-        results["ours"], work = complete(model, prompt_ids, settings, synced_gpus=synced_gpus)
-        results["stock"], _ = complete(model, prompt_ids, settings, synced_gpus=synced_gpus, compact=False)
+        results["ours"], work = complete(model, prompt_ids, settings, CompletionOptions(synced_gpus=synced_gpus))
+        results["stock"], _ = complete(
+            model, prompt_ids, settings, CompletionOptions(synced_gpus=synced_gpus, compact=False)
+        )
     results["steps"] = [work.row_steps, work.row_steps_stock]
     results["same_weights"] = all(map(torch.equal, trainer.model.parameters(), weights_before))
     (folder / f"rank{rank}.json").write_text(json.dumps(results))

@@ -134,7 +134,7 @@ def test_a_stock_run_killed_in_its_first_checkpoint_starts_again(tmp_path, caplo
     make(tmp_path, 3, whole=False)
     assert checkpoints.resolve_resume(tmp_path, "auto") is None
     assert "checkpoint-3" in caplog.text and "trainer_state.json" in caplog.text
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError):
         checkpoints.resolve_resume(tmp_path, True)
 
 

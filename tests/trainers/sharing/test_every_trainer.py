@@ -1,8 +1,6 @@
-"""Two steps of each of TRL's trainers that does not call the fused head, with and without `share_prompts`.
+"""Two steps of each of TRL's trainers, with and without `share_prompts`: metrics, losses and gradients."""
 
-Those that do are in `test_trainers.py`, and here with pictures.
-"""
-
+import copy
 import functools
 import itertools
 
@@ -57,10 +55,22 @@ def zero_or_one(completions, **_columns):
     return [float(ord(completion[-1:] or "A") % 2) for completion in completions]
 
 
+def answered(**more):
+    """A prompt and an answer to it."""
+    return Dataset.from_dict({"prompt": PROMPTS * 2, "completion": [*CHOSEN, *REJECTED]} | more)
+
+
 DRAWS = {"max_completion_length": 6}
-GROUPS = DRAWS | {"num_generations": 4, "distillation_topk": 20}
-# A trainer and its config; the config's fields; its data; further arguments; further models that it runs.
+IN_GROUPS = DRAWS | {"num_generations": 4}
+GROUPS = IN_GROUPS | {"distillation_topk": 20}
+# A trainer and its config; the config's fields; its data; further arguments. The first six call the fused head.
 TRAINERS = {
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, {"per_device_train_batch_size": 4}, pairs, {}),
+    "kto": (trl.KTOTrainer, trl.KTOConfig, {}, lambda: answered(label=[True, False, False, True] * 2), {}),
+    "sft": (trl.SFTTrainer, trl.SFTConfig, {}, answered, {}),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig, IN_GROUPS, prompts, {"reward_funcs": mean_token}),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig, IN_GROUPS | {"beta": 0.1}, prompts, {"reward_funcs": mean_token}),
+    "gmpo": (gmpo.GMPOTrainer, gmpo.GMPOConfig, IN_GROUPS, prompts, {"reward_funcs": mean_token}),
     "reward": (trl.RewardTrainer, trl.RewardConfig, {"per_device_train_batch_size": 4}, pairs, {}),
     "cpo": (cpo.CPOTrainer, cpo.CPOConfig, {"per_device_train_batch_size": 4}, pairs, {}),
     "orpo": (orpo.ORPOTrainer, orpo.ORPOConfig, {"per_device_train_batch_size": 4}, pairs, {}),
@@ -240,18 +250,72 @@ def assert_steps_are_stocks(make, counted):
     assert max(tokens / padded for tokens, padded in counted) < 0.6
 
 
-# Each trainer once, and each family with one way to call a model: for a class, for logits, by the backbone.
-OFTEN = [("qwen3", kind, kind != "a2po") for kind in TRAINERS]  # A2PO takes no adapter
-OFTEN += [("gemma3", "reward", False), ("gpt_oss", "orpo", False), ("qwen3_5", "distillation", False)]
-ALL_FAMILIES = itertools.product(("gemma3", "gpt_oss", "qwen3_5"), ("reward", "orpo", "distillation"), [False])
-CASES = [*OFTEN, *(case for case in ALL_FAMILIES if case not in OFTEN)]
-CASES += [("qwen3", kind, False) for kind in TRAINERS if kind != "a2po"]
+# Fields of a config that change what a loss needs of a pass.
+OPTIONS = {
+    ("dpo", "ipo"): {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5]},
+    ("dpo", "ld_alpha"): {"ld_alpha": 0.5},
+    ("kto", "apo"): {"loss_type": "apo_zero_unpaired"},
+    ("sft", "dft"): {"loss_type": "dft"},
+    ("rloo", "no reference"): {"beta": 0.0},
+    ("grpo", "sequence"): {"importance_sampling_level": "sequence"},
+}
+WITHOUT_ADAPTER = ("a2po",)  # it takes none
+# Each trainer once, on layers of every kind, and each way to call a model (by the fused head, for a class, for logits,
+# by the backbone).
+OFTEN = [
+    ("gpt_oss", "dpo", True, "ipo"),
+    ("qwen3_5", "kto", True, None),
+    ("lfm2", "sft", True, None),
+    ("gemma3", "rloo", False, None),
+    ("qwen3", "grpo", True, None),
+    ("qwen3", "gmpo", True, None),
+    ("gemma3", "reward", False, None),
+    ("qwen3", "cpo", True, None),
+    ("gpt_oss", "orpo", False, None),
+    ("qwen3", "tpo", True, None),
+    ("qwen3", "a2po", False, None),
+    ("qwen3", "online_dpo", True, None),
+    ("qwen3", "gkd", True, None),
+    ("qwen3", "gold", True, None),
+    ("qwen3", "iw_opd", True, None),
+    ("qwen3_5", "distillation", False, None),
+    ("qwen3", "sdft", True, None),
+    ("qwen3", "sdpo", True, None),
+]
+OF_EVERY_FAMILY = ("dpo", "kto", "sft", "grpo", "reward", "orpo", "distillation")
+CASES = {
+    *OFTEN,
+    *(("qwen3", kind, True, None) for kind in TRAINERS if kind not in WITHOUT_ADAPTER),
+    *(("qwen3", kind, False, None) for kind in TRAINERS),
+    *itertools.product(("gemma3", "gpt_oss", "qwen3_5"), OF_EVERY_FAMILY, [False], [None]),
+    *(("qwen3", *option) for option in [(kind, True, name) for kind, name in OPTIONS]),
+    ("gpt_oss", "dpo", True, None),
+}
 
 
-@pytest.mark.parametrize(("name", "kind", "adapter"), these_first(CASES, *OFTEN))
-def test_two_steps_are_what_they_were(name, kind, adapter, tmp_path, counted):
+@pytest.mark.parametrize(("name", "kind", "adapter", "option"), these_first(sorted(CASES, key=str), *OFTEN))
+def test_two_steps_are_what_they_were(name, kind, adapter, option, tmp_path, counted):
     save_base(kind, name, tmp_path / "base")
-    assert_steps_are_stocks(lambda: make_trainer(kind, tmp_path / "base", adapter, tmp_path / "out"), counted)
+    fields = OPTIONS.get((kind, option), {})
+    assert_steps_are_stocks(
+        lambda: make_trainer(kind, tmp_path / "base", adapter, tmp_path / "out", **fields), counted
+    )
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_a_trainer_that_is_made_after_share_prompts(adapter, tmp_path):
+    """It puts its own head on the model, in front of prompt sharing, which wraps that head in the first pass."""
+    losses = []
+    for shares in (False, True):
+        load = lambda shares=shares: share_prompts(build("qwen3")) if shares else build("qwen3")  # noqa: E731
+        trainer = assemble(TRAINERS["sft"], load, adapters() if adapter else None, chat_tokenizer(), tmp_path)
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        batch = next(iter(trainer.get_train_dataloader()))
+        losses.append([trainer.compute_loss(trainer.model, copy.deepcopy(batch)).item() for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    (sharing,) = the_sharings(trainer)
+    assert 0 < sharing.figures.tokens < 0.6 * sharing.figures.padded_tokens
 
 
 def with_pictures(**columns):
@@ -267,37 +331,28 @@ def answers(*texts) -> list[list[dict]]:
     return [[{"role": "assistant", "content": text}] for text in texts] * (8 // len(texts))
 
 
-# As in `TRAINERS`, all that take pictures; the first six call the fused head.
-SEEING = {
-    "dpo": (
-        trl.DPOTrainer, trl.DPOConfig, {},
-        lambda: with_pictures(chosen=answers(*CHOSEN), rejected=answers(*REJECTED)), {},
-    ),
-    "kto": (
-        trl.KTOTrainer, trl.KTOConfig, {},
-        lambda: with_pictures(completion=answers(*CHOSEN, *REJECTED), label=[True, False, False, True] * 2), {},
-    ),
-    "sft": (trl.SFTTrainer, trl.SFTConfig, {}, lambda: with_pictures(completion=answers(*CHOSEN, *REJECTED)), {}),
-    "rloo": (
-        trl.RLOOTrainer, trl.RLOOConfig, DRAWS | {"num_generations": 4}, with_pictures, {"reward_funcs": mean_token},
-    ),
-    "grpo": (
-        trl.GRPOTrainer, trl.GRPOConfig, DRAWS | {"num_generations": 4, "beta": 0.1}, with_pictures,
-        {"reward_funcs": mean_token},
-    ),
-    "gmpo": (
-        gmpo.GMPOTrainer, gmpo.GMPOConfig, DRAWS | {"num_generations": 4}, with_pictures, {"reward_funcs": mean_token},
-    ),
-    "distillation": (trl.DistillationTrainer, trl.DistillationConfig, DRAWS, with_pictures, {"teacher_model": None}),
-    "online_dpo": (*TRAINERS["online_dpo"][:3], with_pictures, {"reward_funcs": mean_token}),
-    "gold": (
-        *TRAINERS["gold"][:3], lambda: with_pictures(completion=answers(*CHOSEN, *REJECTED)), {"teacher_model": None},
-    ),
-}  # fmt: skip
+# Of a trainer that takes pictures, its data; its config has the fields of `TRAINERS` but for the size of a batch.
+SEEING_DATA = {
+    "dpo": lambda: with_pictures(chosen=answers(*CHOSEN), rejected=answers(*REJECTED)),
+    "kto": lambda: with_pictures(completion=answers(*CHOSEN, *REJECTED), label=[True, False, False, True] * 2),
+    "sft": lambda: with_pictures(completion=answers(*CHOSEN, *REJECTED)),
+    "rloo": with_pictures,
+    "grpo": with_pictures,
+    "gmpo": with_pictures,
+    "distillation": with_pictures,
+    "online_dpo": with_pictures,
+    "gold": lambda: with_pictures(completion=answers(*CHOSEN, *REJECTED)),
+}
+
+
+def seeing(kind) -> tuple:
+    """The row of `TRAINERS` of a trainer, with pictures."""
+    trainer_class, config_class, sizes, _, further = TRAINERS[kind]
+    return trainer_class, config_class, sizes | {"per_device_train_batch_size": 8}, SEEING_DATA[kind], further
 
 
 # Each way to call a model, and what a trainer's own collator gives it.
-SEEING_CASES = [(kind, adapter) for kind in SEEING for adapter in (True, False)]
+SEEING_CASES = [(kind, adapter) for kind in SEEING_DATA for adapter in (True, False)]
 SEEING_OFTEN = [("kto", True), ("distillation", False), ("online_dpo", True)]
 
 
@@ -319,7 +374,7 @@ def test_two_steps_of_a_model_that_sees(kind, adapter, tmp_path, counted):
         )
         of_language_and_tower = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         adapter_config = of_language_and_tower if adapter else None
-        return assemble(SEEING[kind], load, adapter_config, llava_processor(tokens), tmp_path / "out")
+        return assemble(seeing(kind), load, adapter_config, llava_processor(tokens), tmp_path / "out")
 
     assert_steps_are_stocks(make, counted)
 

@@ -20,7 +20,7 @@ from .test_every_trainer import assert_equal_steps, make_trainer, save_base, ste
 
 @pytest.mark.parametrize("value", [42, "Qwen/Qwen3-0.6B", None])
 def test_what_is_no_model_is_named_in_one_line(value):
-    with pytest.raises(PrefixSharingError, match="neither a model nor a trainer") as error:
+    with pytest.raises(PrefixSharingError) as error:
         share_prompts(value)
     assert repr(value) in str(error.value) and "\n" not in str(error.value)
 

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -54,24 +54,10 @@ def vision_tensors(vision: "Vision", width: int, device: torch.device | None = N
     return tensors
 
 
-@torch.no_grad()
-def complete(
-    model: nn.Module,
-    prompt_ids: list[list[int]],
-    config: GenerationConfig,
-    *,
-    ends: list[int] | None = None,
-    synced_gpus: bool | None = None,
-    compact: bool = True,
-    vision: "Vision | None" = None,
-    turns: KeptTurns | None = None,
-) -> tuple[list[list[int]], DecodingWork | None]:
-    """One completion for every prompt, drawn from the global random state, in the model's current mode.
+class CompletionOptions(NamedTuple):
+    """How completions are drawn, of which a caller names what it needs.
 
-    Args:
-        model: causal language model, unwrapped.
-        prompt_ids: token ids of R prompts; they are padded on the left here. Equal prompts are prefilled once.
-        config: has `pad_token_id`, and a list `eos_token_id` if `ends` is not given.
+    Attributes:
         ends: a completion is cut after the first of these tokens; by default the config's end-of-sequence tokens.
         synced_gpus: a forward is collective, so a rank that has finished continues with the others. If `None`,
             transformers' rule decides.
@@ -79,6 +65,31 @@ def complete(
         vision: a processor's outputs other than token ids, for prompts with images, and `num_images` of each prompt.
         turns: caches that rows keep from one turn of an episode to the next, if the model can continue from them. The
             caller counts the turns.
+    """
+
+    ends: list[int] | None = None
+    synced_gpus: bool | None = None
+    compact: bool = True
+    vision: "Vision | None" = None
+    turns: KeptTurns | None = None
+
+
+_DEFAULTS = CompletionOptions()
+
+
+@torch.no_grad()
+def complete(
+    model: nn.Module,
+    prompt_ids: list[list[int]],
+    config: GenerationConfig,
+    options: CompletionOptions = _DEFAULTS,
+) -> tuple[list[list[int]], DecodingWork | None]:
+    """One completion for every prompt, drawn from the global random state, in the model's current mode.
+
+    Args:
+        model: causal language model, unwrapped.
+        prompt_ids: token ids of R prompts; they are padded on the left here. Equal prompts are prefilled once.
+        config: has `pad_token_id`, and a list `eos_token_id` if the options have no `ends`.
 
     Returns:
         R lists of completion token ids, each cut after its first end-of-sequence token, and the work that was done
@@ -86,16 +97,16 @@ def complete(
     """
     width = max(len(ids) for ids in prompt_ids)
     device = _compute_device(model)
-    pictures = vision_tensors(vision or {}, width, device)
+    pictures = vision_tensors(options.vision or {}, width, device)
     batch = {**_padded(prompt_ids, width, config.pad_token_id, device), **pictures}
     decoding = None
-    if compact and why_stock(model, config, pictures) is None:
-        can_continue = turns is not None and why_not_kept(model) is None
-        decoding = Decoding(synced_gpus, turns if can_continue else None)
+    if options.compact and why_stock(model, config, pictures) is None:
+        can_continue = options.turns is not None and why_not_kept(model) is None
+        decoding = Decoding(options.synced_gpus, options.turns if can_continue else None)
         batch = _of_distinct_prompts(batch, pictures, decoding, is_chunked=config.prefill_chunk_size is not None)
     batch.pop("num_images", None)
-    tokens_RL = model.generate(**batch, generation_config=config, synced_gpus=synced_gpus)
-    ends = config.eos_token_id if ends is None else ends
+    tokens_RL = model.generate(**batch, generation_config=config, synced_gpus=options.synced_gpus)
+    ends = config.eos_token_id if options.ends is None else options.ends
     completions = [_cut(row, ends) for row in tokens_RL[:, width:].tolist()]
     return completions, None if decoding is None else decoding.work
 
@@ -205,11 +216,7 @@ def generate(
     prompt_ids: list[list[int]],
     config: GenerationConfig,
     seed: int | None = None,
-    *,
-    synced_gpus: bool | None = None,
-    compact: bool = True,
-    vision: "Vision | None" = None,
-    turns: KeptTurns | None = None,
+    options: CompletionOptions = _DEFAULTS,
 ) -> list[list[int]]:
     """One completion for every prompt, as from [`complete`], without dropout and reproducible.
 
@@ -218,11 +225,12 @@ def generate(
     Args:
         model: causal language model, unwrapped, or an engine that draws in its place. A model's training mode is
             restored.
-        prompt_ids, config, synced_gpus, compact, vision, turns: see [`complete`]. An engine has a cache of its own.
+        prompt_ids, config: see [`complete`].
         seed: the seed of the sampling; `None` for greedy decoding.
+        options: an engine has a cache of its own, and takes none.
     """
     if isinstance(model, EngineModel):
-        if vision:
+        if options.vision:
             raise UserError("accuracy on prompts with images is not measured through vLLM; set skip_accuracy: true")
         return model.complete(prompt_ids, config, seed)
     device = _compute_device(model)
@@ -232,9 +240,7 @@ def generate(
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if seed is not None:
                 torch.manual_seed(seed)
-            completions, _ = complete(
-                model, prompt_ids, config, synced_gpus=synced_gpus, compact=compact, vision=vision, turns=turns
-            )
+            completions, _ = complete(model, prompt_ids, config, options)
             return completions
     finally:
         model.train(was_training)

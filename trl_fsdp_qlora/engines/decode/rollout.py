@@ -17,7 +17,7 @@ from ...errors import UserError
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
 from ...prefix_sharing.batch import PER_TOKEN
 from ...scoring.cpu_linear import beats_mkl
-from .completions import complete, vision_tensors
+from .completions import CompletionOptions, complete, vision_tensors
 from .decoding import DecodingWork, why_stock
 from .turns import KeptTurns, why_not_kept
 
@@ -121,10 +121,7 @@ class Rollout:
                 model,
                 turn.prompt_ids,
                 settings.config,
-                ends=settings.eos_token_ids,
-                synced_gpus=synced_gpus,
-                vision=vision,
-                turns=turns,
+                CompletionOptions(ends=settings.eos_token_ids, synced_gpus=synced_gpus, vision=vision, turns=turns),
             )
         self._work += work or DecodingWork()
         return completions, None

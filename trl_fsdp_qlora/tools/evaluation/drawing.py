@@ -25,7 +25,7 @@ from trl import GRPOTrainer
 
 from ...compat import trl_rollouts
 from ...compat.transformers import tokenizer_of
-from ...engines.decode.completions import generate
+from ...engines.decode.completions import CompletionOptions, generate
 from ...engines.decode.history import RenderedHistory
 from ...engines.decode.tools import limited_tools
 from ...engines.decode.turns import KeptTurns
@@ -213,9 +213,7 @@ class MeasuringTrainer(GRPOTrainer):
             prompt_ids,
             settings.config,
             seed,
-            synced_gpus=settings.synced_gpus,
-            vision=vision,
-            turns=turns,
+            CompletionOptions(synced_gpus=settings.synced_gpus, vision=vision, turns=turns),
         )
         if turns is not None:
             turns.number += 1

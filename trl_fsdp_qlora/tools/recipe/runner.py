@@ -36,6 +36,7 @@ from .script import say
 
 if TYPE_CHECKING:
     from ...trainers.trainer_run import TrainerRun
+    from ..planning.plan import MemoryPlan
 
 
 def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool = False) -> dict[str, object]:
@@ -87,7 +88,9 @@ def build_trainer(cls: type, recipe: Recipe, train: Dataset, eval_dataset: Datas
     return trainer
 
 
-def run_recipe(trainer: Trainer, recipe: Recipe, test: Dataset | None) -> dict[str, object]:
+def run_recipe(
+    trainer: Trainer, recipe: Recipe, test: Dataset | None, plan: "MemoryPlan | None" = None
+) -> dict[str, object]:
     """Measure, train, measure again, and save.
 
     The output folder then has adapter, `metrics.json`, the page of the run, `report.html`, and the
@@ -97,6 +100,8 @@ def run_recipe(trainer: Trainer, recipe: Recipe, test: Dataset | None) -> dict[s
         trainer: a trainer that has not trained yet, of this package or of TRL's own.
         recipe: the recipe that `trainer` was built for.
         test: held-out prompts; `None` if there are none to measure on.
+        plan: the run's memory, for a trainer of this package, whose metrics then have its peak next to the measured
+            one; `None` if it was not planned.
 
     Returns:
         The content of `metrics.json`.
@@ -105,6 +110,8 @@ def run_recipe(trainer: Trainer, recipe: Recipe, test: Dataset | None) -> dict[s
         UserError: there is no whole checkpoint to resume from; or at the very end, no completion of the whole run got
             a reward.
     """
+    if plan is not None:
+        trainer.clock.planned = plan.measurable_peak
     run = _Run(trainer, recipe, test)
     content = run.record.content
     checkpoint = run.find_checkpoint()

@@ -13,7 +13,7 @@ from ...compat import trl as trls
 from ...compat.peft import is_reference
 from ...compat.transformers import model_name, tokenizer_of
 from ...compat.trl_rollouts import GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, has_response_format, rewards_of_rank
-from ...engines.decode.completions import generate
+from ...engines.decode.completions import CompletionOptions, generate
 from ...utils.plain import counted
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollouts.dynamic_sampling import combine
@@ -158,7 +158,9 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         prompts = [row["prompt"] for row in rows]
         prompt_ids, *_ = self._tokenize_prompts(prompts)
         with self._reference_policy() as (model, synced_gpus):
-            ids = generate(model, prompt_ids, self._generation_config(), seed, synced_gpus=synced_gpus)
+            ids = generate(
+                model, prompt_ids, self._generation_config(), seed, CompletionOptions(synced_gpus=synced_gpus)
+            )
         rewards_NK = self._rewards_of(rows, prompt_ids, ids).double()
         rewards_N = combine(rewards_NK, self.reward_weights.cpu())
         return rewards_N.view(-1, samples).tolist()

@@ -1,6 +1,6 @@
 """`OnPolicyRun`: what GRPO and RLOO have in common: drawing completions, and the micro-batches of a step."""
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,14 +11,14 @@ from accelerate.utils import gather_object
 
 from ...compat.signatures import parameters_of
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import ROWS, check_batch, foreign_turn, shuffling_by
+from ...compat.trl_rollouts import ROWS, check_batch, foreign_turn
 from ...utils.substitute import Substitute
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..saving.checkpoints import Rollouts
 from ..starting.arguments import TrainerArguments, adapter_and_base, check_rewards, with_base_loaded
 from ..starting.input_checks import too_long
-from ..step.groups import shuffled_groups, with_epochs
+from ..step.groups import in_whole_groups, with_epochs, with_numbers
 from ..step.look_ahead import LookAhead
 from ..step.rows import LossRows
 from ..step.trl_pass import LossRequest, TrlPass
@@ -31,6 +31,19 @@ if TYPE_CHECKING:
     from ...engines.decode.rollout import GenerateSettings, Rollout
 
 logger = get_logger(__name__)
+
+
+class _Regrouping(Substitute):
+    """A substitute of a trainer that keeps other micro-batches than TRL's method sets."""
+
+    def __init__(self, original: object, regroup: Callable[[list], list], **values: object):
+        super().__init__(original, **values)
+        vars(self)["_regroup"] = regroup
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "_buffered_inputs":
+            value = self._regroup(value)
+        super().__setattr__(name, value)
 
 
 class OnPolicyRun(TrainerRun):
@@ -143,25 +156,44 @@ class OnPolicyRun(TrainerRun):
         return with_epochs(super()._get_train_sampler(dataset))
 
     def _prepare_inputs(self, generation_batch):
-        # TRL's method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
-        def shuffle(batch):
-            if self.keeps_drawn_rows:
-                lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
-                self.drawn_rows = drawn_rows(self._logs, lengths, "pixel_values" in batch)
-                if ROWS in batch:
-                    from .episodes import text_of_rows
+        # TRL's method, which shuffles rows one by one. The rows carry their numbers through it, and are regrouped
+        # when TRL keeps its micro-batches, so a prompt's completions stay in one of them.
+        generate = self._generate_and_score_completions
+        rank = self.accelerator.process_index
+        group_size = self.num_generations
+        images = {}
 
-                    texts = [text_of_rows(rows, self._tokenizer.decode) for rows in batch[ROWS]]
-                    self.drawn_rows["extra"]["rows"] = gather_object(texts)
-            counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
-            self._add_metrics(self.clock.efficiency(counts))
+        def generate_numbered(*args, **kwargs):
+            batch = generate(*args, **kwargs)
+            if not self.model.training:
+                return batch
+            self._note_drawn(batch)
+            numbered, images_of_rows = with_numbers(batch)
+            images.update(images_of_rows)
+            return numbered
+
+        def regroup(micro_batches):
+            return in_whole_groups(micro_batches, images, group_size, rank)
+
+        trainer = _Regrouping(self, regroup, _generate_and_score_completions=generate_numbered)
+        return joined_images(super(OnPolicyRun, trainer)._prepare_inputs(generation_batch))
+
+    def _note_drawn(self, batch):
+        """Keep a generation batch for a page of the run, and log what of it is trained on. Collective."""
+        if self.keeps_drawn_rows:
+            lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
+            self.drawn_rows = drawn_rows(self._logs, lengths, "pixel_values" in batch)
             if ROWS in batch:
-                rows = torch.tensor([len(rows) for rows in batch[ROWS]], device=counts.device)
-                rows = self.accelerator.gather(rows)
-                self._add_metrics({"episodes/rows_mean": rows.float().mean().item()})
-            return shuffled_groups(batch, self.num_generations, self.accelerator.process_index)
+                from .episodes import text_of_rows
 
-        return joined_images(shuffling_by(shuffle, super()._prepare_inputs)(generation_batch))
+                texts = [text_of_rows(rows, self._tokenizer.decode) for rows in batch[ROWS]]
+                self.drawn_rows["extra"]["rows"] = gather_object(texts)
+        counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
+        self._add_metrics(self.clock.efficiency(counts))
+        if ROWS in batch:
+            rows = torch.tensor([len(rows) for rows in batch[ROWS]], device=counts.device)
+            rows = self.accelerator.gather(rows)
+            self._add_metrics({"episodes/rows_mean": rows.float().mean().item()})
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
         of_ahead = {}
