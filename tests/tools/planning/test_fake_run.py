@@ -31,7 +31,7 @@ from trl_fsdp_qlora import (
 from trl_fsdp_qlora.compat.fake_forms import _attention, drop_as_on_a_gpu
 from trl_fsdp_qlora.compat.fake_tensors import DeviceMode
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
-from trl_fsdp_qlora.engines.decode.completions import complete
+from trl_fsdp_qlora.engines.decode.completions import CompletionOptions, complete
 from trl_fsdp_qlora.engines.decode.decoding import DecodedRows
 from trl_fsdp_qlora.long_rows import tiles
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
@@ -414,7 +414,7 @@ def test_generation_peaks_where_it_was_planned(tmp_path, compact):
     model.get_base_model().lm_head.weight.data[511] = 0
     with PeakTracker(*model.parameters(), *model.buffers()) as tracker:
         before = tracker.now
-        complete(model, [longest] * 4 + [shorter] * 4, generation_config, compact=compact)
+        complete(model, [longest] * 4 + [shorter] * 4, generation_config, CompletionOptions(compact=compact))
     peak = max(planned_bytes.prefill, planned_bytes.cache + planned_bytes.step)
     assert peak == pytest.approx(tracker.peak - before, rel=NEAR)
 
