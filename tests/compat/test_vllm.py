@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 
 from trl_fsdp_qlora.compat.trl import MissingName
 from trl_fsdp_qlora.compat.vllm import skip_destroyed_groups, trl_starts
@@ -92,6 +93,7 @@ def test_an_engine_that_makes_no_llm_itself_starts_without_further_arguments(mon
         def _init_vllm(self):
             STARTED.append(self.model)
 
+    PartialState()  # there is one before a trainer starts an engine
     STARTED.clear()
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Elsewhere)
     with trl_starts(None, lambda model, accelerator: {"dtype": "float32"}):  # always there

@@ -224,6 +224,8 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
     for group in param_groups(model):
         for sharded in group.fsdp_params:
             if not sharded.sharded_param.is_floating_point():
+                # For good: FSDP2 calls this method before the first forward, for which it has no hook, and takes its
+                # policy of dtypes by unit and not by parameter.
                 stock = sharded.init_dtype_attrs
                 sharded.init_dtype_attrs = lambda policy, stock=stock: stock(replace(policy, param_dtype=None))
 

@@ -114,19 +114,30 @@ def has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
-def take_checkpointing_options_apart(model: PreTrainedModel) -> None:
+_NOT_FOR_TORCH = ("every_n_layers", "offload")  # of `gradient_checkpointing_kwargs`, arguments of transformers alone
+
+
+def take_checkpointing_options_apart(model: PreTrainedModel, kwargs: dict | None) -> None:
     """Let `model` take `offload` and `every_n_layers` among `gradient_checkpointing_kwargs`, as its trainer does.
 
     transformers' Trainer passes the two as arguments of their own when it begins to train. TRL 1.16 switches
     checkpointing off for a rollout, and on again with all keys in one dictionary. transformers hands that to torch,
     which ends the run with "Unexpected keyword arguments: offload". On a machine without an accelerator nothing is
     offloaded: the activations are on the host, and torch has no pinned memory there.
+
+    The method stays replaced, because TRL calls it after every rollout and evaluation. Without these options nothing
+    is replaced.
+
+    Args:
+        kwargs: `gradient_checkpointing_kwargs` of the run, which TRL passes each time.
     """
+    if not set(_NOT_FOR_TORCH).intersection(kwargs or ()):
+        return
     enable = model.gradient_checkpointing_enable
 
     def gradient_checkpointing_enable(gradient_checkpointing_kwargs: dict | None = None, **options):
         for_torch = dict(gradient_checkpointing_kwargs or {})
-        for name in ("every_n_layers", "offload"):
+        for name in _NOT_FOR_TORCH:
             if name in for_torch:
                 options[name] = for_torch.pop(name)
         if not has_accelerator():

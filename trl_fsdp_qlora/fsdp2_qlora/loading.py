@@ -40,6 +40,7 @@ def experts_in_4bit() -> Iterator[None]:
 
         return ExpertsQuantizer(*args, **kwargs)
 
+    # `from_pretrained` takes no quantizer: it finds the class in this registry, by the method's name.
     name = "bitsandbytes_4bit"
     stock = AUTO_QUANTIZER_MAPPING[name]
     AUTO_QUANTIZER_MAPPING[name] = quantizer
@@ -57,7 +58,7 @@ def keep_plain_kernel(model: nn.Module) -> None:
     whose sizes are not multiples of 32 and of the block size raise an error instead.
     """
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes' own switch, which has no setter
             module.support_avx512bf16_for_cpu = False
 
 

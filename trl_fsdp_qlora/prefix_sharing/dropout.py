@@ -68,6 +68,7 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     A pass that is compared has to run in training mode for two reasons: only there gradients are checkpointed, and in
     evaluation mode, on some CPUs, bitsandbytes repacks a 4-bit weight for good when its layer first runs.
     """
+    # Set by hand, because modules have no method for it: a probability is an attribute that the forward reads.
     active = draws(model)
     for _, module, attribute, _ in active:
         setattr(module, attribute, 0.0)

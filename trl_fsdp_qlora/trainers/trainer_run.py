@@ -62,7 +62,8 @@ class TrainerRun(ShardedQLoRAMixin):
             super().__init__(**call)
         check_nodes(self.model, self.accelerator)
         keep_plain_kernel(self.model)
-        take_checkpointing_options_apart(causal_language_model(self.model))
+        checkpointing_kwargs = self.args.gradient_checkpointing_kwargs
+        take_checkpointing_options_apart(causal_language_model(self.model), checkpointing_kwargs)
         for model in filter(None, (self.model, getattr(self, "ref_model", None))):
             token_tiles.install(model, self.args.mlp_tokens_per_tile)
         self.aux_loss_enabled = self.aux_loss_enabled and counts_experts(self.model.config.get_text_config())

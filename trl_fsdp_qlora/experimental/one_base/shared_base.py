@@ -365,7 +365,10 @@ class _Filling:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside the block vLLM's loaders of waiting parameters go through [`load`]."""
+        """Inside the block vLLM's loaders of waiting parameters go through [`load`].
+
+        vLLM asks each parameter for this attribute, which its layers set, and `load_weights` takes no other loader.
+        """
         for parameter in self.loaders:
             parameter.weight_loader = self.load
         try:
@@ -429,6 +432,7 @@ class _Filling:
             raise ValueError(f"the trainer has no weights for {len(missing)} of vLLM's parameters")
         self.shared.check()
         for parameter, product in self.products.items():
+            # vLLM chooses a layer's product when the layer is made; the rows were not known then.
             self.linear_layers[parameter].quant_method = product
             parameter.data = parameter.data.new_empty(0)
 
