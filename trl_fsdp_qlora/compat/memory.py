@@ -14,9 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .fake_tensors import device_type
 
-__all__ = ["TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
-
-TRL_VOCABULARY_CHUNK = 32768  # columns of logits that the head of TRL 1.15 and 1.16 makes at once
+__all__ = ["FakeTensorMode", "PeakTracker"]
 
 
 def _inside_sum(x: torch.Tensor, *_: object, dtype: torch.dtype | None = None) -> int:
