@@ -5,14 +5,19 @@ Triton. These kernels run on a GPU alone, read values, or belong to a package th
 ours have their fake form in their own file. Each function names what it replaces; tests/tools/planning compares them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations import sdpa_attention
 
+from ..utils.replaced import replaced
+from . import trl as trls
 from .fake_tensors import ATTENTION, compute_dtype, device_type, scratch_of_flash_backward
 
 
@@ -82,7 +87,8 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
     key = key.to(dtype)
     value = value.to(dtype)
     repeats = query.shape[1] // key.shape[1]
-    if attention_mask is not None and repeats > 1:
+    packs_queries = query.shape[2] == 1 and hasattr(sdpa_attention, "pack_gqa")  # transformers 5.23 has it
+    if attention_mask is not None and repeats > 1 and not packs_queries:
         # With a mask, transformers repeats keys and values for grouped queries.
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
@@ -162,6 +168,23 @@ def offloaded(checkpoint: Callable) -> Callable:
             return checkpoint(function, *args, **kwargs)
 
     return run
+
+
+@contextmanager
+def stock_head(on_gpu: bool, vocabulary: int) -> Iterator[None]:
+    """A block in which TRL's fused forward scores fake tensors as on its device.
+
+    On a GPU that is [`HeadOnGpu`] for the positions with a label alone. On a CPU TRL's buffer is as wide as its chunk,
+    but the host allocates no pages for the part that is never written.
+    """
+    utils = import_module(trls.BORROWED["add_fused_lm_head"][0])
+    if on_gpu:
+        values = {"_ChunkedLogProbFunction": HeadOnGpu, "_use_triton": lambda device: True}
+    else:
+        values = {"_CHUNKED_LOGPROB_CHUNK_SIZE": min(utils._CHUNKED_LOGPROB_CHUNK_SIZE, vocabulary)}
+    known = {name: value for name, value in values.items() if hasattr(utils, name)}  # TRL 1.15 has two of them
+    with replaced(utils, **known):
+        yield
 
 
 class HeadOnGpu(torch.autograd.Function):

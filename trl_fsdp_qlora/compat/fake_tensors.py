@@ -8,14 +8,19 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 __all__ = [
     "ATTENTION",
     "DeviceMode",
+    "FakeTensor",
+    "array_of",
     "device_type",
+    "has_numbers",
     "is_fake",
+    "list_of",
     "real_tensors",
     "scratch_of_flash_backward",
     "without_repetition",
@@ -24,12 +29,15 @@ __all__ = [
 T = TypeVar("T")
 # The name of the attention that a plan gives a model (`fake_forms.py`).
 ATTENTION = "planned_attention"
+# A larger tensor is not computed in a plan: masks over pairs of tokens would be as large as in the run.
+_MOST_NUMBERS = 2**24
 
 
 class DeviceMode(FakeTensorMode):
     """A mode whose tensors are those of a device of another type, as far as our kernels see it.
 
-    Real tensors may be among the inputs: a batch, which is read on the host.
+    Real tensors may be among the inputs. Tokens and masks of a batch have numbers ([`DeviceMode.with_numbers`]),
+    because a trainer reads which tokens are scored.
 
     Attributes:
         device_type: of this device.
@@ -39,10 +47,38 @@ class DeviceMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.device_type = device_type
 
+    def with_numbers(self, tensor: torch.Tensor) -> FakeTensor:
+        """A fake tensor that can be read: torch computes what follows from such tensors alone, as of constants."""
+        return self.fake_tensor_converter.from_real_tensor(self, tensor, make_constant=True)
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        # torch's own limit is a single number.
+        return t.numel() <= _MOST_NUMBERS and not isinstance(t, FakeTensor) and t.device.type == "cpu"
+
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no numbers."""
     return isinstance(tensor, FakeTensor)
+
+
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be read: a real one, or a fake one whose numbers are known."""
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """The numbers of a tensor on the host, which may be a fake one that has them."""
+    if isinstance(tensor, FakeTensor):
+        tensor = tensor.constant
+    with unset_fake_temporarily():
+        return tensor.numpy()
+
+
+def list_of(tensor: torch.Tensor) -> list:
+    """`tensor.tolist()`, which takes a millisecond for each number of a fake tensor."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor.tolist()
+    return array_of(tensor).tolist()
 
 
 def device_type(tensor: torch.Tensor) -> str:

@@ -5,15 +5,37 @@ error for a frozen one and so for LoRA, and it copies its table of modules at ev
 """
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .fake_tensors import device_type
+
 __all__ = ["TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
 
 TRL_VOCABULARY_CHUNK = 32768  # columns of logits that the head of TRL 1.15 and 1.16 makes at once
+
+
+def _inside_sum(x: torch.Tensor, *_: object, dtype: torch.dtype | None = None) -> int:
+    """On a CPU `sum(dtype=)` copies its input; on a GPU the kernel casts what it reads."""
+    if dtype in (None, x.dtype) or device_type(x) != "cpu":
+        return 0
+    return x.numel() * dtype.itemsize
+
+
+def _inside_multinomial(weights: torch.Tensor, *_: object, **__: object) -> int:
+    """A number for each weight: the largest quotient of both is drawn."""
+    return weights.nbytes
+
+
+# Bytes that a kernel of torch takes and frees inside, by its operator.
+_INSIDE: dict[object, Callable[..., int]] = {
+    torch.ops.aten.sum.dim_IntList: _inside_sum,
+    torch.ops.aten.multinomial.default: _inside_multinomial,
+}
 
 
 class PeakTracker(TorchDispatchMode):
@@ -53,5 +75,7 @@ class PeakTracker(TorchDispatchMode):
         for value in out if isinstance(out, list | tuple) else (out,):
             if isinstance(value, torch.Tensor):
                 self._add(value)
-        self.peak = max(self.peak, self.now)
+        inside = _INSIDE.get(func)
+        scratch = inside(*args, **(kwargs or {})) if inside else 0
+        self.peak = max(self.peak, self.now + scratch)
         return out

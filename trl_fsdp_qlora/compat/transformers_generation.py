@@ -91,6 +91,11 @@ def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationC
     return model._prefill(input_ids, config, model_kwargs)
 
 
+def stock_loop(model: PreTrainedModel, input_ids: torch.Tensor, processors, criteria, config, model_kwargs: dict):
+    """Transformers' own loop, for the arguments that `generate` passes to a custom one."""
+    return model._sample(input_ids, processors, criteria, config, synced_gpus=False, **model_kwargs)
+
+
 def next_inputs(model: PreTrainedModel, outputs, model_kwargs: dict) -> dict:
     """`model_kwargs` with cache, mask and positions for the token after `outputs`."""
     # Mllama's own method has no default for the last argument.

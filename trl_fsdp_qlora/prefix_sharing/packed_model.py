@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..compat import trl as trls
+from ..compat.fake_tensors import array_of
 from ..compat.trl import FusedHead, fused_head
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
@@ -125,7 +126,7 @@ class PackedModel:
                 for name, x in self.images.to_send(batch).items():
                     to_send[number, name] = x
         on_host = to_host(to_send)  # the host waits for the device here, once for all batches
-        sequences = decode(on_host.pop("code").numpy())
+        sequences = decode(array_of(on_host.pop("code")))
         if "from_padding" in on_host and on_host.pop("from_padding"):
             raise CannotPack("its loss predicts a label from padding")
         sequences.router_loss = any(batch.router_loss for batch in batches)

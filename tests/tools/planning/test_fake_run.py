@@ -1,25 +1,38 @@
 """Planned activations against the same pass on real tensors: this package's packed pass, TRL's padded one, 4-bit
 layers.
 
-Covers `compat/fake_forms.py`, `compat/fake_tensors.py`, `tools/planning/rollout.py`.
+Covers `compat/fake_forms.py`, `compat/fake_tensors.py`, `tools/planning/fake_generation.py`,
+`tools/planning/fake_trainer.py`, `tools/planning/rollout.py`.
 """
 
 import contextlib
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers as tf
 import trl.trainer.utils
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
+import trl_fsdp_qlora
 from tests.benchmark_modules import benchmark
 from tests.prefix_sharing.helpers import closed
-from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, settings
+from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, settings, words
+from trl_fsdp_qlora import (
+    AStarPOConfig,
+    EfficientDPOConfig,
+    EfficientDPOTrainer,
+    EfficientGRPOConfig,
+    EfficientRLOOConfig,
+    TSPMOConfig,
+)
 from trl_fsdp_qlora.compat.fake_forms import _attention, drop_as_on_a_gpu
 from trl_fsdp_qlora.compat.fake_tensors import DeviceMode
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
-from trl_fsdp_qlora.engines.decode.decoding import _DecodedRows
+from trl_fsdp_qlora.engines.decode.completions import CompletionOptions, complete
+from trl_fsdp_qlora.engines.decode.decoding import DecodedRows
 from trl_fsdp_qlora.long_rows import tiles
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import PassPlan
@@ -29,8 +42,11 @@ from trl_fsdp_qlora.scoring import frozen_head, logprobs
 from trl_fsdp_qlora.tools.planning import fake_run
 from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
 from trl_fsdp_qlora.tools.planning.launches import Launch
-from trl_fsdp_qlora.tools.planning.rollout import cache_bytes
+from trl_fsdp_qlora.tools.planning.settings import from_words
+from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.recipe.checks import lora_config
+from trl_fsdp_qlora.tools.recipe.pairs import DPOScriptArguments
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 from trl_fsdp_qlora.trainers.step.step_scores import StepScores
 
 # The plan counts kernels by their tensors; what they allocate inside for a moment differs by a few rows.
@@ -86,11 +102,9 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
 
 
 def planned(run, packed: bool, grad: bool = True) -> int:
-    fake = FakeRun(run, config(), False)
-    rows = run.per_device_train_batch_size
-    if packed:
-        return fake.step_bytes(rows, 1, grad)
-    return fake.padded_bytes(fake._padded(rows, run.prompt_tokens, run.max_completion_length), grad)
+    if not packed:
+        run = replace(run, values=run.values | {"prefix_sharing": "off"})
+    return FakeRun(run, config(), False).step_bytes(run.per_device_train_batch_size, 1, grad)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +190,80 @@ def test_a_step_whose_passes_share_a_prompt_peaks_where_it_was_planned(tmp_path,
     assert planned_peak == pytest.approx(peak, rel=NEAR)
 
 
+METHODS = {
+    "grpo": (EfficientGRPOConfig, {}),
+    "grpo off": (EfficientGRPOConfig, {"prefix_sharing": "off"}),
+    "rloo": (EfficientRLOOConfig, {}),
+    "t_spmo": (TSPMOConfig, {}),
+    "a_star_po": (AStarPOConfig, {"beta": 0.1}),
+    "dpo": (EfficientDPOConfig, {}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_plan_runs_the_trainers_own_loss(name, tmp_path, monkeypatch):
+    """A loss that keeps a buffer until its backward is over is planned with that buffer."""
+    config_class, fields = METHODS[name]
+    line = words(folder(tmp_path, num_hidden_layers=1), **fields)
+    script = ScriptArguments
+    if config_class is EfficientDPOConfig:
+        line = [word for i, word in enumerate(line) if "--num_generations" not in (word, line[i - 1])]
+        script = DPOScriptArguments
+    run = from_words(line, config_class, Launch(use_cpu=True), 48, script)
+    shape = config(num_hidden_layers=1)
+
+    def planned_bytes() -> int:
+        monkeypatch.setattr(fake_run, "_measured", {})
+        return FakeRun(run, shape, False).step_bytes(run.rows, 1)
+
+    before = planned_bytes()
+    trainer_class = getattr(trl_fsdp_qlora, run.method.trainer)
+    stock = trainer_class._compute_loss
+
+    def with_buffer(*args, **kwargs):
+        loss = stock(*args, **kwargs)
+        return loss + torch.empty(2**22, requires_grad=True).exp().sum() * 0
+
+    monkeypatch.setattr(trainer_class, "_compute_loss", with_buffer)
+    assert planned_bytes() - before >= 2**22 * 4
+
+
+def test_a_step_of_dpo_peaks_where_it_was_planned(tmp_path):
+    """Compared with the loss and the backward of a trainer on real tensors, with the pass of its reference."""
+    fields = {"per_device_train_batch_size": 4, "disable_dropout": True}
+    line = words(folder(tmp_path), **fields)
+    line = [word for i, word in enumerate(line) if "--num_generations" not in (word, line[i - 1])]
+    run = from_words([*line, "--max_length", "88"], EfficientDPOConfig, Launch(use_cpu=True), 48, DPOScriptArguments)
+    args = EfficientDPOConfig(
+        str(tmp_path), per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to="none",
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+    pairs = Dataset.from_list([{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 4)
+    trainer = EfficientDPOTrainer(
+        model,
+        args=args,
+        train_dataset=pairs,
+        processing_class=character_tokenizer(),
+        peft_config=lora_config(run.model),
+    )
+    trainer.sharing.options = replace(trainer.sharing.options, compares=False)
+    model = trainer.model.train()
+    ids = torch.randint(3, 512, (4, 88)).repeat(2, 1)  # chosen, then rejected
+    ids[4:, 48:] = torch.randint(3, 512, (4, 40))
+    completion_mask = torch.ones_like(ids)
+    completion_mask[:, :48] = 0
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": completion_mask}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    with PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained)) as tracker:
+        before = tracker.now
+        trainer.compute_loss(model, inputs).backward()
+    planned_bytes = FakeRun(run, config(), False).step_bytes(run.rows, 1)
+    assert planned_bytes == pytest.approx(tracker.peak - before, rel=NEAR)
+
+
 def test_bytes_are_those_of_storages_that_live():
     with FakeTensorMode(), PeakTracker() as tracker:
         a = torch.empty(100, dtype=torch.uint8)
@@ -253,8 +341,8 @@ def test_a_kernel_that_takes_more_changes_the_plan(tmp_path, monkeypatch):
     fields = {"num_hidden_layers": 1, "vocab_size": 32768}
     run = settings(folder(tmp_path, **fields), Launch(), lm_head_kernel="frozen")
     planned_bytes = []
-    for words in (8192, 16384):
-        monkeypatch.setattr(frozen_head, "VOCABULARY_CHUNK_GPU", words)
+    for vocabulary in (8192, 16384):
+        monkeypatch.setattr(frozen_head, "VOCABULARY_CHUNK_GPU", vocabulary)
         monkeypatch.setattr(fake_run, "_measured", {})
         planned_bytes.append(FakeRun(run, config(**fields), True).step_bytes(8, 1))
     scored = 8 * run.max_completion_length
@@ -313,29 +401,46 @@ def test_the_cache_is_the_one_that_generation_leaves(of, tmp_path):
     keys = [layer.keys.nbytes + layer.values.nbytes for layer in layers if getattr(layer, "keys", None) is not None]
     recurrent = [layer for layer in layers if hasattr(layer, "conv_states")]
     states = [x[0].nbytes for layer in recurrent for x in (layer.conv_states, layer.recurrent_states)]
-    prompts = sum(keys) // len(ids) * run.prompt_tokens // ids.shape[1]
-    assert cache_bytes(FakeRun(run, of(), False))[:2] == (sum(keys) + sum(states), prompts)
+    planned_bytes = FakeRun(run, of(), False).generation_bytes()
+    # Next to the cache there are the tokens.
+    assert planned_bytes.cache == pytest.approx(sum(keys) + sum(states), rel=1e-3)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_generation_peaks_where_it_was_planned(tmp_path, compact):
+    """Compared with the same completions on real tensors, of two prompts that share nothing, one of them padded."""
+    run = settings(folder(tmp_path), compact_generation=compact, prompt_tokens=100, max_completion_length=12)
+    planned_bytes = FakeRun(run, config(), False).generation_bytes()
+    model = built(run)
+    longest = torch.randint(3, 511, (100,)).tolist()
+    shorter = torch.randint(3, 511, (99,)).tolist()
+    generation_config = tf.GenerationConfig(do_sample=True, max_new_tokens=12, pad_token_id=0, eos_token_id=[511])
+    model.get_base_model().lm_head.weight.data[511] = 0
+    with PeakTracker(*model.parameters(), *model.buffers()) as tracker:
+        before = tracker.now
+        complete(model, [longest] * 4 + [shorter] * 4, generation_config, CompletionOptions(compact=compact))
+    peak = max(planned_bytes.prefill, planned_bytes.cache + planned_bytes.step)
+    assert peak == pytest.approx(tracker.peak - before, rel=NEAR)
 
 
 def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_path):
-    """Against every allocation of torch's CPU allocator."""
+    """Compared with every allocation of torch's CPU allocator."""
     vocabulary = 65536
-    run = settings(folder(tmp_path, vocab_size=vocabulary), Launch(use_cpu=True), temperature=0.9)
+    fields = {"vocab_size": vocabulary, "num_hidden_layers": 1}
+    run = settings(folder(tmp_path, **fields), temperature=0.9, top_k=0, max_completion_length=4)
     processors = tf.LogitsProcessorList([tf.TemperatureLogitsWarper(0.9)])
     ids = torch.zeros(run.rollout_rows, 4, dtype=torch.long)
     rows = torch.arange(run.rollout_rows)
     sampling = tf.GenerationConfig(do_sample=True)
-    steps = _DecodedRows(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
+    steps = DecodedRows(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
 
     def step():
         logits = torch.zeros(run.rollout_rows, vocabulary)
         steps.append(logits)
 
     taken = benchmark("synthetic").peak_bytes(step, "cpu")
-    assert cache_bytes(FakeRun(run, config(vocab_size=vocabulary), False))[2] == pytest.approx(taken, rel=NEAR)
-    # Of a small vocabulary, a layer's cache that is copied as it grows is more; there are two heads to one of keys.
-    whole, _, step = cache_bytes(FakeRun(run, config(vocab_size=64), False))
-    assert step == 2 * whole // LAYERS
+    planned_bytes = FakeRun(run, config(**fields), False).generation_bytes()
+    assert planned_bytes.step == pytest.approx(taken, rel=NEAR)
 
 
 def saved_bytes(run, model=None) -> int:

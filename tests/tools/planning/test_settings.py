@@ -83,7 +83,7 @@ def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
     path.write_text("prefix_sharing: off\nbf16: false\nuse_cpu: true\nmodel_name_or_path: m\nbeta: 0.1\n")
     line = f"--config {path} --per_device_train_batch_size 8 --num_generations=4 --max_completion_length 40"
     from_file = from_words(line.split(), EfficientGRPOConfig, read_launch(None))
-    started = from_config(args, from_file.model)
+    started = from_config(args, from_file.model, 256)
     names = ("rollout_rows", "rollout_batches", "rows", "mixed", "scores_again")
     for name in (*names, "gradient_checkpointing", "optim", "prefix_sharing"):
         assert getattr(from_file, name) == getattr(started, name), name
@@ -92,15 +92,17 @@ def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
 def test_a_plan_within_a_launch_of_fsdp2_reads_the_launch_itself(monkeypatch):
     """On GPUs the state is MULTI_GPU until the trainer has made its `Accelerator`, which is after the plan."""
 
-    def config(device):
-        return SimpleNamespace(
-            deepspeed_plugin=None, world_size=2, device=SimpleNamespace(type=device), bf16=True, fp16=False
-        )
+    class EfficientGRPOConfig(SimpleNamespace):
+        pass
 
-    assert from_config(config("cuda"), None).launch.kind == "ddp"
+    def config(device):
+        of_device = SimpleNamespace(type=device)
+        return EfficientGRPOConfig(deepspeed_plugin=None, world_size=2, device=of_device, bf16=True, fp16=False)
+
+    assert from_config(config("cuda"), None, 256).launch.kind == "ddp"
     exported = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}
     for name, value in exported.items():
         monkeypatch.setenv(name, value)
-    launch = from_config(config("cuda"), None).launch
+    launch = from_config(config("cuda"), None, 256).launch
     assert (launch.kind, launch.reshards) == ("fsdp2", False)
-    assert from_config(config("cpu"), None).launch.kind == "fsdp2"
+    assert from_config(config("cpu"), None, 256).launch.kind == "fsdp2"

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -9,11 +10,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from tests.prefix_sharing.helpers import build
 from tests.tools.planning.models import config, folder, settings
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.recurrent.known_layers import recurrent_layers
 from trl_fsdp_qlora.prefix_sharing.sharing import SharingOptions, install_sharing
-from trl_fsdp_qlora.tools.planning.fake_run import FakeRun
+from trl_fsdp_qlora.tools.planning.fake_run import FakeRun, Lengths, _batch_of
 from trl_fsdp_qlora.tools.planning.launches import Launch
-from trl_fsdp_qlora.tools.planning.rollout import state_bytes
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +49,15 @@ CASES = [
 ]
 
 
+def passes_of(run, sharing):
+    """The micro-batches and passes that a plan runs of a step."""
+    rows = run.per_device_train_batch_size
+    row_B = np.arange(rows * run.gradient_accumulation_steps)
+    whole = _batch_of(row_B // run.num_generations, Lengths(run.prompt_tokens, run.max_completion_length))
+    micro_batches = [whole.rows(part) for part in np.split(row_B, run.gradient_accumulation_steps)]
+    return FakeRun(run, config(), False)._passes(sharing, whole, micro_batches)
+
+
 def tokens_of(plan, number: int) -> int:
     """Tokens of a pass, with those of the trunks that it reads."""
     return int(plan.forest_of_pass(number)[0].lengths.sum())
@@ -60,7 +68,7 @@ def test_the_passes_that_are_run_are_the_largest_of_the_trainers_own_step(tmp_pa
     run = settings(folder(tmp_path), Launch(use_cpu=True), **fields)
     torch.manual_seed(0)
     rows = run.per_device_train_batch_size
-    batches, part = FakeRun(run, config(), False)._passes(sharing, rows, run.gradient_accumulation_steps, True)
+    batches, part = passes_of(run, sharing)
     assert sum(len(batch.input_ids) for batch in batches) == sum(map(len, part.rows_of_pass))
     plan = sharing.plan_step(batches_of(run), run.tokens_per_pass)
     if plan is None:
@@ -86,22 +94,25 @@ LENGTHS = {"prompt_tokens": 100, "max_completion_length": 20}
 def test_without_a_look_ahead_prompts_run_per_micro_batch(tmp_path, sharing, limit, kind, tokens):
     fields = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "num_generations": 8}
     run = settings(folder(tmp_path), Launch(kind, 2, use_cpu=True), **LENGTHS, **fields, **limit)
-    _, part = FakeRun(run, config(), False)._passes(sharing, 1, 8, True)
+    _, part = passes_of(run, sharing)
     assert [tokens_of(part, number) for number in range(len(part.rows_of_pass))] == tokens
     assert part.is_shared == (len(tokens) > 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2", "kimi_linear"])
-def test_the_bytes_of_states_that_a_row_keeps(name):
-    """They are those of transformers' own cache after a forward of eight tokens."""
+def test_the_cache_of_recurrent_layers_is_transformers_own(name, tmp_path):
+    """That of transformers' model after a forward of full rows."""
     model = build(name)
+    model.config.save_pretrained(tmp_path)
+    run = settings(tmp_path, use_peft=False, prompt_tokens=8, max_completion_length=4)
+    planned = FakeRun(run, model.config, False).generation_bytes()
     cache = DynamicCache(config=model.config)
     # Mamba-2 alone takes its cache under another name.
     argument = "cache_params" if name == "mamba2" else "past_key_values"
     with torch.no_grad():
-        model(torch.arange(3, 11).unsqueeze(0), use_cache=True, **{argument: cache})
+        model(torch.arange(3, 15).expand(run.rollout_rows, -1), use_cache=True, **{argument: cache})
     kept = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
     states = [x for layer in kept for part in (layer.conv_states, layer.recurrent_states) for x in part.values()]
-    width = model.config.get_text_config().hidden_size
-    counted = sum(state_bytes(layer, width) for layer in recurrent_layers(model.to("meta")))
-    assert counted == sum(state.nbytes for state in states if state is not None) > 0
+    keys = [x for layer in cache.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    size = sum(x.nbytes for x in (*states, *keys) if x is not None)
+    assert planned.cache == pytest.approx(size, rel=0.01)  # with a few tokens

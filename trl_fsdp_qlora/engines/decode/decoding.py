@@ -24,6 +24,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
+from ...compat.fake_tensors import is_fake, real_tensors
 from ...compat.peft import looks_beyond_tokens
 from ...compat.transformers import CACHE, CACHE_NAMES
 from ...compat.transformers_generation import (
@@ -162,20 +163,17 @@ class Decoding:
         """Token ids `(R, P + C)` of prompts and completions; finished rows are padded, as `_sample` returns them."""
         synced_gpus = synced_by_default(model) if self.synced_gpus is None else self.synced_gpus
         prompt_R = torch.arange(len(input_ids), device=input_ids.device) if self.prompt_R is None else self.prompt_R
-        batch = _DecodedRows(input_ids, prompt_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
+        batch = DecodedRows(input_ids, prompt_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
         # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
         keeps = self.turns is not None and not self.turns.is_last and not self.has_images
         with fast_linears(model), joined_products(model):
             with self._tower_on_every_rank(model, input_ids.device, synced_gpus):
-                outputs = self._prefill(model, input_ids, prompt_R, batch, generation_config, synced_gpus)
+                outputs = self.prefill(model, input_ids, prompt_R, batch, generation_config, synced_gpus)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced_gpus, input_ids.device):
                     if outputs is None:
-                        inputs = model.prepare_inputs_for_generation(
-                            batch.ids_AL, next_sequence_length=1, **batch.kwargs
-                        )
-                        outputs = model(**inputs, return_dict=True)
+                        outputs = batch.forward(model)
                         self.work.row_steps += len(batch.ids_AL)
                         self.work.row_steps_stock += len(prompt_R)
                     batch.kwargs = next_inputs(model, outputs, batch.kwargs)
@@ -214,12 +212,12 @@ class Decoding:
         needed = batch.keys() - self._pixels.keys() | {"image_grid_thw"}  # positions are computed from the grid
         return {name: x for name, x in batch.items() if name in needed}
 
-    def _prefill(
+    def prefill(
         self,
         model: PreTrainedModel,
         ids_UP: torch.Tensor,
         prompt_R: torch.Tensor,
-        batch: "_DecodedRows",
+        batch: "DecodedRows",
         config: GenerationConfig,
         synced_gpus: bool,
     ) -> ModelOutput:
@@ -273,7 +271,7 @@ def distinct_rows(keys_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return first_U, place_U[prompt_R]
 
 
-class _DecodedRows:
+class DecodedRows:
     """The rows still in the batch (A of R), the state of each row, and the completions of all rows.
 
     Attributes:
@@ -316,6 +314,11 @@ class _DecodedRows:
         names = {type(item).__name__ for item in (*logits_processor, *stopping_criteria)}
         self.drops = pads and names <= _BY_ROW
 
+    def forward(self, model: PreTrainedModel) -> ModelOutput:
+        """The model's outputs for the last token of every row."""
+        inputs = model.prepare_inputs_for_generation(self.ids_AL, next_sequence_length=1, **self.kwargs)
+        return model(**inputs, return_dict=True)
+
     def append(self, logits_AV: torch.Tensor) -> None:
         """Pick every row's next token.
 
@@ -348,6 +351,8 @@ class _DecodedRows:
         # Both numbers in one transfer, so that the host waits for the device once.
         is_broken_A = next_A < 0
         counts = torch.stack([self._open_A.sum(), is_broken_A.sum()])
+        if is_fake(counts):  # of a plan, in which every row is as long as it may be
+            return
         self.left, broken = counts.tolist()
         self._newly_ended = was_left - self.left
         if broken:
@@ -422,7 +427,9 @@ class RowUniforms:
     """
 
     def __init__(self, rows: int, device: torch.device, seed: int | None = None):
-        seed = torch.randint(2**63 - 1, ()).item() if seed is None else seed
+        if seed is None:
+            with real_tensors():  # of a plan, which is made on fake ones
+                seed = torch.randint(2**63 - 1, ()).item()
         self._generator = torch.Generator().manual_seed(seed)
         self._rows = rows
         self._device = device

@@ -20,7 +20,10 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from ...compat.fake_tensors import FakeTensor
 from ...compat.transformers_generation import without_copy
+
+_PLAIN = (nn.Parameter, torch.Tensor, FakeTensor)  # the last is a parameter of a plan
 
 
 @contextmanager
@@ -56,8 +59,7 @@ def _only_adapter(layer: LoraLayer) -> str | None:
     up = layer.lora_B[name]
     # Embeddings and convolutions have factors of other classes. FSDP2's shards are DTensors, and ZeRO-3's are empty.
     are_plain = all(
-        type(factor) is nn.Linear and type(factor.weight) in (nn.Parameter, torch.Tensor) and factor.weight.numel()
-        for factor in (down, up)
+        type(factor) is nn.Linear and type(factor.weight) in _PLAIN and factor.weight.numel() for factor in (down, up)
     )
     is_dropped = layer.training and not isinstance(layer.lora_dropout[name], nn.Identity)
     if not are_plain or down.bias is not None or up.bias is not None or is_dropped:

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ...compat.fake_tensors import list_of
 from ...compat.transformers_generation import prefill, unfinished
 from ...prefix_sharing.batch import PER_IMAGE, PER_TOKEN
 from .common_beginning import prefill_beginning
@@ -52,7 +53,7 @@ class Prefill:
         self.synced_gpus = synced_gpus
         self.tokens = 0
         self._pixels = pixels
-        self._lengths = (ids_UP.shape[1] - padding_of(ids_UP, arguments)).tolist()
+        self._lengths = list_of(ids_UP.shape[1] - padding_of(ids_UP, arguments))
 
     def parts(self, turns: KeptTurns | None, has_images: bool) -> list[Continuation]:
         """The parts: behind what `turns` keep of the last turn, behind a common beginning, or whole prompts."""
@@ -60,7 +61,7 @@ class Prefill:
         every_row = list(range(count))
         whole = Continuation(every_row, [None] * count, width)
         prompts = []
-        for row, length in zip(self.ids_UP.tolist(), self._lengths, strict=True):
+        for row, length in zip(list_of(self.ids_UP), self._lengths, strict=True):
             prompts.append(row[width - length :])
         if turns is not None and turns.number > 0:
             if not has_images:

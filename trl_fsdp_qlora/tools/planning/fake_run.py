@@ -1,8 +1,8 @@
 """Bytes of a run's passes: the trainer's own step runs on fake tensors, with few layers of the model.
 
-`FakeRun` lays out full batches as the trainer does, with its [`PromptSharing`], and computes them with its
-[`StepScores`]. Kernels that cannot run on fake tensors have a fake form in their own file, or in
-`compat/fake_forms.py`. Nothing is allocated and no weight is read; the number of tokens is that of the run.
+`FakeRun` makes full batches, and lets the run's trainer compute its loss of them (`fake_trainer.py`), and `generate`
+its completions (`fake_generation.py`). Kernels that cannot run on fake tensors have a fake form in their own file, or
+in `compat/fake_forms.py`. Nothing is allocated and no weight is read; the number of tokens is that of the run.
 
 The model has one layer of each kind, and then one more of a kind: the difference of the peaks is what every further
 layer of this kind adds. Gradients exist from the start, because earlier micro-batches left them.
@@ -16,34 +16,50 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from transformers import PretrainedConfig
 from trl.trainer.utils import disable_dropout_in_model
 
-from ...compat.fake_forms import HeadOnGpu, drop_as_on_a_gpu, offloaded
+from ...compat import trl as trls
+from ...compat.fake_forms import drop_as_on_a_gpu, offloaded, stock_head
 from ...compat.fake_tensors import DeviceMode
 from ...long_rows.tiles import install, tile_size
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
 from ...prefix_sharing.compared_rows import compared_tokens
-from ...prefix_sharing.facts import keeps_keys, layer_types, longest_window
+from ...prefix_sharing.facts import layer_types, longest_window
 from ...prefix_sharing.passes import PassPlan
-from ...prefix_sharing.sharing import PromptSharing, SharingOptions, install_sharing
+from ...prefix_sharing.sharing import PromptSharing
+from ...prefix_sharing.status import CannotPack
 from ...trainers.step.step_scores import StepScores
+from .fake_generation import GenerationBytes, generated_bytes
+from .fake_trainer import FakeTrainer
 from .model import build, causal_model
 from .settings import Settings
 
 # Several plans of one run (as of other lengths) need the same model and the same passes. The caches keep the last
 # model and all measurements, by the settings on which they depend.
 _whole: dict[tuple, nn.Module] = {}
-_measured: dict[tuple, int] = {}
+_measured: dict[tuple, np.ndarray] = {}
+# Options by which a search varies a run. Each measurement has what they change of it in its key.
+_NOT_OF_PASSES = {
+    "fsdp_gather",
+    "generation_batch_size",
+    "gradient_accumulation_steps",
+    "max_completion_length",
+    "max_length",
+    "num_generations",
+    "per_device_train_batch_size",
+    "steps_per_generation",
+    "tokens_per_pass",
+}
 
 
-class Padded(NamedTuple):
-    """The input of a padded pass: `length` tokens in each row, `scored` log-probabilities in all; 0 without a head."""
+class Lengths(NamedTuple):
+    """Tokens of every row."""
 
-    rows: int
-    length: int
-    scored: int
+    prompt: int
+    completion: int
 
 
 class _FewLayers(NamedTuple):
@@ -70,6 +86,15 @@ class _Peaks:
         self.tracker.peak = self.tracker.now
 
 
+def _options_of_passes(settings: Settings) -> tuple[str, ...]:
+    """All options of a trainer on which a pass with given rows may depend, as texts."""
+    texts = []
+    for name, value in sorted(settings.values.items()):
+        if name not in _NOT_OF_PASSES and not name.startswith("vllm_"):
+            texts.append(f"{name}={value!r}")
+    return settings.method.room, *texts
+
+
 class FakeRun:
     """The model and the passes of a run without data.
 
@@ -83,44 +108,36 @@ class FakeRun:
         self.settings = settings
         self.config = config
         self.on_gpu = on_gpu
-        key = (
+        of_model = (
             repr(settings.model),
             settings.mixed,
-            settings.checkpoints,
-            repr(settings.checkpointing_kwargs),
-            settings.offloads,
-            settings.values.get("disable_dropout"),
-            settings.mlp_tokens_per_tile,
-            settings.lm_head_kernel,
-            settings.prefix_sharing,
             settings.launch.kind,
             config.to_json_string(use_diff=False),
         )
-        if key not in _whole:
+        if of_model not in _whole:
             _whole.clear()
-            _whole[key] = build(settings, config)
-        self.whole = _whole[key]
-        self.key = *key, on_gpu
+            _whole[of_model] = build(settings, config)
+        self.whole = _whole[of_model]
+        self.key = *of_model, on_gpu, settings.checkpoints, settings.offloads, *_options_of_passes(settings)
 
     # --- what a plan asks for ----------------------------------------------------------------------------------------
 
     def loss_bytes(self) -> int:
-        """Peak bytes of the passes with gradients, and of the padded forward that checks the first one."""
+        """Peak bytes of the passes with gradients, and of the padded row with which the first one is compared."""
         settings = self.settings
-        prompt = settings.prompt_tokens
-        completion = settings.completion_tokens
-        if settings.prefix_sharing == "off":
-            return self.padded_bytes(self._padded(settings.rows, prompt, completion), grad=True)
         # A step may need completions that are not generated yet.
         batches = 1 if settings.is_paired else min(settings.gradient_accumulation_steps, settings.rollout_batches)
         step = self.step_bytes(settings.rows, batches)
-        if settings.launch.is_deepspeed:  # its models are compared without gradients
+        # DeepSpeed's models are compared without gradients.
+        if settings.prefix_sharing == "off" or settings.launch.is_deepspeed:
             return step
         # One row is compared with stock's kernels and masks, and long rows are cut (`compared_rows.shortened`).
+        prompt = settings.prompt_tokens
+        completion = settings.completion_tokens
         width = compared_tokens(prompt + completion, longest_window(self.config.get_text_config()))
         compared_prompt = min(prompt, max(width // 2, width - completion))
-        compared = self._padded(1, compared_prompt, min(completion, width - compared_prompt))
-        return max(step, self.padded_bytes(compared, grad=True))
+        compared = Lengths(compared_prompt, min(completion, width - compared_prompt))
+        return max(step, self.stock_row_bytes(compared))
 
     def scoring_bytes(self) -> int:
         """Peak bytes of a pass without gradients over a generation batch.
@@ -129,12 +146,10 @@ class FakeRun:
         """
         settings = self.settings
         rows = settings.rows
+        if settings.prefix_sharing == "off" or settings.is_paired:
+            return self.step_bytes(rows, 1, grad=False)
         prompt = settings.prompt_tokens
         completion = settings.completion_tokens
-        if settings.prefix_sharing == "off":
-            return self.padded_bytes(self._padded(rows, prompt, completion), grad=False)
-        if settings.is_paired:
-            return self.step_bytes(rows, 1, grad=False)
         # A completion's last token is only ever a target.
         computed = max(1, completion - 1)
         limit = rows * (prompt + completion)
@@ -148,7 +163,7 @@ class FakeRun:
         return self.step_bytes(scored_rows, 1, grad=False)
 
     def step_bytes(self, rows: int, batches: int, grad: bool = True) -> int:
-        """Peak bytes of an optimizer step of micro-batches of `rows` completions, by packed rows.
+        """Peak bytes of an optimizer step of micro-batches of `rows` completions; without `grad` of a scoring pass.
 
         Every prompt has the same length and shares no token with another prompt. The rows of a step are its groups,
         one after the other.
@@ -156,34 +171,44 @@ class FakeRun:
         settings = self.settings
         lengths = settings.prompt_tokens, settings.completion_tokens, settings.group_size
         key = *self.key, "step", rows, batches, grad, *lengths, settings.values.get("tokens_per_pass")
-        return self._once(key, lambda layers: self._run_step(layers, rows, batches, grad))
+        peaks = self._of_all_layers(key, lambda layers: self._run_step(layers, rows, batches, grad))
+        return int(peaks.max())
 
-    def padded_bytes(self, padded: Padded, grad: bool) -> int:
-        """Peak bytes of a pass as in stock TRL."""
-        return self._once((*self.key, padded, grad), lambda layers: self._run_padded(layers, padded, grad))
+    def stock_row_bytes(self, lengths: Lengths) -> int:
+        """Peak bytes of a padded row's forward and backward as in stock TRL."""
+        key = *self.key, "stock row", lengths
+        peaks = self._of_all_layers(key, lambda layers: self._run_stock_row(layers, lengths))
+        return int(peaks.max())
 
-    def _padded(self, rows: int, prompt: int, completion: int) -> Padded:
-        # On a CPU TRL's kernel projects every position.
-        scored = completion if self.on_gpu else prompt + completion - 1
-        return Padded(rows, prompt + completion, rows * scored)
+    def generation_bytes(self) -> GenerationBytes:
+        """The bytes in which completions are generated, all of them at full length."""
+        settings = self.settings
+        lengths = settings.prompt_tokens, settings.max_completion_length
+        key = *self.key, "generation", settings.rollout_rows, settings.num_generations, *lengths
+        sizes = self._of_all_layers(key, self._run_generation)
+        return GenerationBytes(*map(int, sizes))
+
+    @property
+    def _lengths(self) -> Lengths:
+        return Lengths(self.settings.prompt_tokens, self.settings.completion_tokens)
 
     # --- few layers in place of all ----------------------------------------------------------------------------------
 
-    def _once(self, key: tuple, peaks_of: Callable[[list[int]], list[int]]) -> int:
-        """The largest peak of a pass of the whole model, measured once; `peaks_of(layers)` runs it with few layers."""
+    def _of_all_layers(self, key: tuple, sizes_of: Callable[[list[int]], list[int]]) -> np.ndarray:
+        """Sizes of the whole model, measured once: `sizes_of(layers)` has those of a model with few layers."""
         if key not in _measured:
             kinds = self._layers_by_kind()
             # A model with a single layer has its peak in the head, other models may not.
             per_kind = 2 if len(kinds) == 1 else 1
             few = [layer for layers in kinds for layer in layers[:per_kind]]
-            peaks = np.array(peaks_of(few))
-            peaks_of_all = peaks.copy()
+            sizes = np.array(sizes_of(few))
+            sizes_of_all = sizes.copy()
             for layers in kinds:
                 further = len(layers) - per_kind
                 if further > 0:
-                    with_another = np.array(peaks_of([*few, layers[-1]]))
-                    peaks_of_all += further * (with_another - peaks)
-            _measured[key] = int(peaks_of_all.max())
+                    with_another = np.array(sizes_of([*few, layers[-1]]))
+                    sizes_of_all += further * (with_another - sizes)
+            _measured[key] = sizes_of_all
         return _measured[key]
 
     def _layers_by_kind(self) -> list[list[int]]:
@@ -243,66 +268,97 @@ class FakeRun:
         A model that cannot pack runs padded. So does one whose own code adds numbers to the mask, which is a `RowMask`
         in a packed pass: the first pass of a run finds that out, and the run continues as stock TRL.
         """
-        settings = self.settings
-        padded = self._padded(min(rows, settings.rows), settings.prompt_tokens, settings.completion_tokens)
-        try:
-            peaks = self._run_packed(layers, rows, batches, grad)
-        except TypeError:
-            peaks = None
-        return self._run_padded(layers, padded, grad) if peaks is None else peaks
+        attention = self.settings.prefix_sharing
+        peaks = None
+        if attention != "off":
+            with contextlib.suppress(TypeError):
+                peaks = self._run_trainer(layers, attention, rows, batches, grad)
+        if peaks is None:
+            # In stock TRL all micro-batches are alike, and a pass without gradients has as many rows.
+            peaks = self._run_trainer(layers, "off", min(rows, self.settings.rows), 1, grad)
+        return peaks
 
-    def _run_packed(self, layers: list[int], rows: int, batches: int, grad: bool) -> list[int] | None:
-        """The peak of each part of a step by packed rows; `None` if the model cannot have them."""
+    def _run_trainer(self, layers: list[int], attention: str, rows: int, batches: int, grad: bool) -> list[int] | None:
+        """The peak of each part of a trainer's step, or of its pass without gradients; `None` if it cannot pack."""
         few = self._few_layers(layers)
-        options = SharingOptions(
-            attention=self.settings.prefix_sharing,
-            lm_head_kernel=self._head_kernel(few.causal),
-            entropy_gradient=False,
-            compares=False,
-        )
-        sharing = install_sharing(few.model, options)
-        if sharing.packed_model is None:
-            return None
-        real_batches, plan = self._passes(sharing, rows, batches, grad)
-        with self._tracked(few, grad) as peaks:
-            fake = [_fake_of(batch, few.mode) for batch in real_batches]
-            scores = StepScores(plan, fake, True, sharing.packed_model.router_losses)
-            hook = few.causal.base_model.register_forward_pre_hook(_BorderAtTrunks(scores, peaks))
-            for number in range(len(fake)):
-                with self._autocast():
-                    log_probs = scores.score(number, few.model).log_probs
+        options = {"prefix_sharing": attention, "lm_head_kernel": self._head_kernel(few.causal)}
+        settings = replace(self.settings, values=self.settings.values | options)
+        trainer = FakeTrainer(settings, few.model, few.mode, self._autocast)
+        row_B = np.arange(rows * batches)
+        whole = _batch_of(row_B // settings.group_size, self._lengths, trainer.has_router_loss)
+        micro_batches = [whole.rows(rows_of_batch) for rows_of_batch in np.split(row_B, batches)]
+        plan = None
+        if attention != "off":
+            if not _packs(trainer.sharing, micro_batches[0]):
+                return None
+            if grad and not settings.is_paired:
+                micro_batches, plan = self._passes(trainer.sharing, whole, micro_batches)
+        vocabulary = self.config.get_text_config().vocab_size
+        with self._tracked(few, grad) as peaks, stock_head(self.on_gpu, vocabulary):
+            trainer.begin(micro_batches, plan)
+            if grad:
+                with self._borders_at_trunks(few, trainer, peaks):
+                    self._run_losses(trainer, peaks)
+            else:
+                trainer.score()
                 peaks.end_part()
-                if grad:
-                    log_probs.sum().backward()
-                    del log_probs
-                    peaks.end_part()
-                    scores.finish_backward(few.model, self._autocast, lambda model: contextlib.nullcontext())
-                    peaks.end_part()
-            hook.remove()
             return peaks.of_parts
 
-    def _passes(self, sharing: PromptSharing, rows: int, batches: int, grad: bool) -> tuple[list[Batch], PassPlan]:
-        """The micro-batches that decide the peak of a step of `batches` of them, and the passes that compute them.
+    @contextmanager
+    def _borders_at_trunks(self, few: _FewLayers, trainer: FakeTrainer, peaks: _Peaks) -> Iterator[None]:
+        """Inside this context a part ends where the backward of a trunk begins."""
+        if trainer.scores is None:
+            yield
+            return
+        hook = few.causal.base_model.register_forward_pre_hook(_BorderAtTrunks(trainer.scores, peaks))
+        yield
+        hook.remove()
+
+    def _run_losses(self, trainer: FakeTrainer, peaks: _Peaks) -> None:
+        """Run the losses of a step and their backwards, as the trainer's `training_step`."""
+        for number in range(len(trainer.inputs)):
+            loss = trainer.loss(number)
+            peaks.end_part()
+            loss.backward()
+            del loss
+            peaks.end_part()
+            trainer.finish_backward()
+            peaks.end_part()
+
+    def _run_stock_row(self, layers: list[int], lengths: Lengths) -> list[int]:
+        """Run a padded row of a model of these layers as the comparison with stock does; the peak of each part."""
+        few = self._few_layers(layers)
+        trls.add_fused_lm_head(few.causal, outputs=("log_probs", "entropy"))
+        batch = _batch_of(np.zeros(1, int), lengths)
+        vocabulary = self.config.get_text_config().vocab_size
+        with self._tracked(few, True) as peaks, stock_head(self.on_gpu, vocabulary):
+            arguments = {name: few.mode.with_numbers(x) for name, x in batch.of_tokens().items()}
+            with self._autocast():
+                log_probs = few.model(**arguments, fused_lm_head=True).log_probs
+            peaks.end_part()
+            log_probs.sum().backward()
+            peaks.end_part()
+            return peaks.of_parts
+
+    def _passes(self, sharing: PromptSharing, whole: Batch, batches: list[Batch]) -> tuple[list[Batch], PassPlan]:
+        """The micro-batches that decide the peak of a step of `batches`, and the passes that compute them.
 
         They are those of the longest pass, and of the first and the last pass that read the same trunks.
         """
         settings = self.settings
-        row_B = np.arange(rows * batches)
-        prompt_B = row_B // settings.group_size
-        step = _batch_of(prompt_B, settings)
-        split = [step.rows(rows_of_batch) for rows_of_batch in np.split(row_B, batches)]
         limit = settings.values.get("tokens_per_pass")
         plan = None
         # ZeRO-3 and FSDP1 cannot keep what an earlier pass has computed, see `prefix_cache.cannot_keep_reason`.
-        may_share = grad and settings.launch.kind not in ("fsdp1", "zero3")
-        is_cut_or_joined = batches > 1 or limit is not None
+        may_share = settings.launch.kind not in ("fsdp1", "zero3")
+        is_cut_or_joined = len(batches) > 1 or limit is not None
         if may_share and is_cut_or_joined and limit != 0:
-            plan = sharing.plan_step(split, limit, settings.launch.is_deepspeed)
-        rules = sharing.packed_model.pass_rules(step.input_ids.device)
+            plan = sharing.plan_step(batches, limit, settings.launch.is_deepspeed)
+        rules = sharing.packed_model.pass_rules(batches[0].input_ids.device)
         rules = replace(rules, ties_ends=settings.launch.kind == "fsdp2")
         if plan is None:
-            sequences = sharing.packed_model.read(split[0])
-            return split[:1], PassPlan.of(sequences, [np.arange(rows)], rules, shares=False)
+            first = batches[0]
+            every_row = np.arange(len(first.input_ids))
+            return [first], PassPlan.of(sharing.packed_model.read(first), [every_row], rules, shares=False)
         passes = _deciding_passes(plan)
         rows_of_passes = [plan.rows_of_pass[number] for number in passes]
         chosen = np.concatenate(rows_of_passes)
@@ -318,7 +374,7 @@ class FakeRun:
             passes_per_batch=len(passes) if is_cut else 1,
         )
         count = 1 if is_cut else len(passes) * plan.batches_per_pass
-        return [step.rows(of_batch) for of_batch in np.split(chosen, count)], part
+        return [whole.rows(of_batch) for of_batch in np.split(chosen, count)], part
 
     def _head_kernel(self, causal: nn.Module) -> str:
         """The kernel that scores: of a gathered head TRL's would keep the copy, see [`choose_head_kernel`]."""
@@ -329,35 +385,19 @@ class FakeRun:
             return "frozen"
         return kernel
 
-    # --- a pass as in stock TRL --------------------------------------------------------------------------------------
+    # --- generation --------------------------------------------------------------------------------------------------
 
-    def _run_padded(self, layers: list[int], padded: Padded, grad: bool) -> list[int]:
-        """Run a padded pass of a model of these layers; returns the peak of each part."""
+    def _run_generation(self, layers: list[int]) -> list[int]:
+        """The fields of [`GenerationBytes`] of a model of these layers."""
         few = self._few_layers(layers)
-        with self._tracked(few, grad) as peaks:
-            with self._autocast():
-                mask = torch.ones(padded.rows, 1, padded.length, padded.length, dtype=torch.bool)
-                values = _hidden_states(few.causal, padded, mask)
-                if padded.scored:
-                    head = few.causal.get_output_embeddings()
-                    values = values.flatten(0, 1)[torch.zeros(padded.scored, dtype=torch.long)]
-                    values = self._score(values, head.weight)
-            peaks.end_part()
-            if grad:
-                values.sum().backward()
-                peaks.end_part()
-            return peaks.of_parts
-
-    def _score(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities `(N,)` by TRL's head."""
-        from ...compat.memory import TRL_VOCABULARY_CHUNK
-        from ...compat.trl import ChunkedLogProbFunction
-
-        targets_N = torch.zeros(len(hidden_NH), dtype=torch.long)
-        # TRL's buffer is as wide as its chunk, but the host allocates no pages for the part that is never written.
-        width = TRL_VOCABULARY_CHUNK if self.on_gpu else min(TRL_VOCABULARY_CHUNK, len(weight_VH))
-        head = HeadOnGpu if self.on_gpu else ChunkedLogProbFunction
-        return head.apply(hidden_NH, weight_VH, None, targets_N, 1.0, width, None, 1.0, ("log_probs", "entropy"))[0]
+        few.causal.gradient_checkpointing_disable()
+        # Transformers' router loss takes a mask of as many tokens as a forward computes; a token's step has one more.
+        few.causal.config.get_text_config().output_router_logits = False
+        # Accelerate wraps the forward of the outer model. PEFT's `generate` is that of the model inside.
+        if self.settings.mixed and few.model is few.causal:
+            few.causal.forward = convert_outputs_to_fp32(self._autocast()(few.causal.forward))
+        with self._tracked(few, False) as peaks:
+            return generated_bytes(few.model, few.mode, self.settings, peaks.tracker)
 
 
 class _BorderAtTrunks:
@@ -381,6 +421,23 @@ class _BorderAtTrunks:
                 end.register_hook(self.peaks.end_part)
 
 
+def _packs(sharing: PromptSharing, batch: Batch) -> bool:
+    """Whether a model can pack a batch of full rows.
+
+    Raises:
+        CannotPack: it cannot, and the run names a backend, so that it ends with this error.
+    """
+    if sharing.packed_model is None:
+        return False
+    try:
+        sharing.packed_model.read(batch)
+    except CannotPack:
+        if sharing.options.attention != "auto":
+            raise
+        return False
+    return True
+
+
 def _deciding_passes(plan: PassPlan) -> list[int]:
     """The longest pass of a step, its trunks included, and the first and the last pass that read the same trunks."""
     tokens = []
@@ -395,35 +452,19 @@ def _deciding_passes(plan: PassPlan) -> list[int]:
     return sorted(passes)
 
 
-def _batch_of(prompt_B: np.ndarray, settings: Settings) -> Batch:
+def _batch_of(prompt_B: np.ndarray, lengths: Lengths, router_loss: bool = False) -> Batch:
     """A batch of full rows: those with the same number in `prompt_B` have the same prompt, others share nothing."""
     rows = len(prompt_B)
-    prompt = settings.prompt_tokens
-    width = prompt + settings.completion_tokens
+    prompt, completion = lengths
     # A number for all tokens of a prompt, and one for all of a completion, is enough to distinguish rows.
     prompts = torch.from_numpy(prompt_B)
     completions = torch.arange(rows) + int(prompt_B.max()) + 1
-    input_ids = torch.empty(rows, width, dtype=torch.long)
+    input_ids = torch.empty(rows, prompt + completion, dtype=torch.long)
     input_ids[:, :prompt] = prompts.unsqueeze(1)
     input_ids[:, prompt:] = completions.unsqueeze(1)
     labels = input_ids.clone()
     labels[:, :prompt] = IGNORED_LABEL
-    return Batch(input_ids, torch.ones_like(input_ids), labels)
-
-
-def _fake_of(batch: Batch, mode: DeviceMode) -> Batch:
-    """A batch on the device of `mode`."""
-    tensors = (batch.input_ids, batch.attention_mask, batch.labels)
-    return Batch(*map(mode.from_tensor, tensors))
-
-
-def _hidden_states(causal: nn.Module, padded: Padded, mask: torch.Tensor) -> torch.Tensor:
-    """Last hidden states of padded rows."""
-    ids = torch.zeros(padded.rows, padded.length, dtype=torch.long)
-    # Mamba's layers would multiply by a mask, so a model of Mamba layers alone gets none.
-    attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
-    inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
-    return causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+    return Batch(input_ids, torch.ones_like(input_ids), labels, router_loss=router_loss)
 
 
 def _put_on(model: nn.Module, mode: DeviceMode) -> None:

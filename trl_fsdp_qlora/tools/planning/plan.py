@@ -14,11 +14,11 @@ from ...prefix_sharing.ranks import deciding_alone
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import read_config
 from . import model
-from .fake_run import FakeRun, Padded
+from .fake_run import FakeRun
 from .gathered import gathered_by
 from .hardware import CONTEXT, SLACK, Hardware, read_hardware
 from .launches import read_launch
-from .rollout import Engine, cache_bytes, plan_engine
+from .rollout import Engine, plan_engine
 from .settings import Settings, from_words
 
 ACTIVATIONS = "activations, head's tiles"
@@ -275,12 +275,7 @@ def _generation(run: FakeRun) -> dict[str, int]:
     settings = run.settings
     if settings.use_vllm:
         return {}
-    cache, prompt, step = cache_bytes(run)
-    rows = settings.rollout_rows
-    if settings.compact_generation:  # each distinct prompt is computed once
-        rows = max(1, rows // settings.num_generations)
-    # During the prefill the cache holds the prompts only. A token step has activations of one token per row only.
-    prompts = Padded(rows, settings.prompt_tokens, scored=0)
-    prefill = run.padded_bytes(prompts, grad=False) + rows * prompt
-    above_a_token_step = max(0, prefill - cache - step)
-    return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: above_a_token_step}
+    needed = run.generation_bytes()
+    # A token's step needs less than the prompts' forward if the prompts are long.
+    above_a_token_step = max(0, needed.prefill - needed.cache - needed.step)
+    return {CACHE: needed.cache, TOKEN_STEP: needed.step, ACTIVATIONS: above_a_token_step}

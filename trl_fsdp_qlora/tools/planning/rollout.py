@@ -1,68 +1,18 @@
-"""What generation takes: the cache of the completions, or a vLLM engine in the trainer's process."""
+"""What a vLLM engine in the trainer's process takes of a card."""
 
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import torch
-from torch import nn
 from transformers import PretrainedConfig
 
-from ...compat.transformers import cache_name
 from ...engines.vllm.adapter_sync import RolloutError
 from ...engines.vllm.sync_choice import Place, choose_sync, why_own_base
-from ...prefix_sharing.facts import keeps_keys, layer_types, setting
-from ...prefix_sharing.recurrent.known_layers import recurrent_layers
-from ...prefix_sharing.recurrent.level_by_level import StateCache
 from ..recipe.checks import lora_config
 from . import model
 from .fake_run import FakeRun
 from .hardware import Hardware
 from .settings import Settings
-
-
-def cache_bytes(run: FakeRun) -> tuple[int, int, int]:
-    """Bytes that a rank needs to generate, with all its rows at full length.
-
-    A token step copies the logits (as the model returns them, in float32 twice, in float64 while a token is drawn), or
-    one layer's cache (when it grows, and repeated for grouped queries). On a CPU, decoding may keep a prompt's keys
-    once for its group.
-
-    Returns:
-        The bytes of keys, values and recurrent states; of these, the prompts' keys and values in one row; and the
-        bytes that a token step needs in addition.
-    """
-    settings = run.settings
-    text = run.config.get_text_config()
-    rows = settings.rollout_rows
-    dtype = model.compute_dtype(settings, run.config)
-    heads = setting(text, "num_attention_heads") or 1  # a model with recurrent layers alone has none
-    key_heads = setting(text, "num_key_value_heads") or heads
-    width = setting(text, "head_dim") or text.hidden_size // heads
-    token = 2 * dtype.itemsize * key_heads * width  # keys and values of one token in a layer
-    length = settings.max_completion_length + settings.prompt_tokens
-    window = setting(text, "sliding_window") or length
-    layers = []
-    for kind in filter(keeps_keys, layer_types(text)):
-        tokens = min(length, window) if kind == "sliding_attention" else length
-        layers.append(token * rows * tokens)
-    states = 0
-    for layer in recurrent_layers(run.whole):
-        states += rows * state_bytes(layer, text.hidden_size)
-    logits = (dtype.itemsize + 4 * 4) * rows * text.vocab_size
-    repeats = heads // key_heads
-    largest_layer = max(layers, default=0)
-    step = max(logits, largest_layer * repeats)
-    prompts = token * len(layers) * settings.prompt_tokens
-    return sum(layers) + states, prompts, step
-
-
-def state_bytes(layer: nn.Module, width: int) -> int:
-    """Bytes of the states that a recurrent layer of `width`, on the meta device, keeps of one row."""
-    dtype = next(p.dtype for p in layer.parameters() if p.is_floating_point())
-    cache = StateCache()
-    layer(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name(type(layer)): cache})
-    return sum(state.nbytes for state in cache.after.values())
 
 
 @dataclass(frozen=True)
@@ -105,7 +55,7 @@ def plan_engine(run: FakeRun, hardware: Hardware) -> Engine | None:
         if "lora_" not in name and not same:
             base += model.weights_in(parameter) * dtype.itemsize
     share = int(hardware.memory * settings.vllm_gpu_memory_utilization)
-    row = cache_bytes(run)[0] // settings.rollout_rows
+    row = run.generation_bytes().cache // settings.rollout_rows
     # Without a reason to send the adapter alone, TRL's sleep drops the weights.
     return Engine(share, base // settings.vllm_tensor_parallel_size, row, keeps_base=sends_adapter)
 

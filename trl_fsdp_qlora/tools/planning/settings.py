@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trl import ModelConfig
 
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
+from ...trainers.methods import METHODS, Method
 from ..recipe.arguments import ScriptArguments, recipe_fields
 from .launches import Launch, deepspeed_of_file, deepspeed_of_plugin, fsdp_of_process
 
@@ -26,11 +27,17 @@ ASSUMED_ANSWER = 256
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run on which its memory depends; the trainer's fields, `values`, are attributes as well."""
+    """The settings of a run on which its memory depends; the trainer's fields, `values`, are attributes as well.
+
+    Attributes:
+        prompt_tokens: of the longest prompt of a batch.
+        assumes_prompt: whether that number is neither the user's nor measured.
+    """
 
     model: ModelConfig
     values: dict[str, Any] = field(repr=False)
     launch: Launch
+    method: Method
     prompt_tokens: int = ASSUMED_PROMPT  # of the longest prompt of a batch
     assumes_prompt: bool = False  # whether that number is neither the user's nor measured
 
@@ -43,7 +50,7 @@ class Settings:
     @property
     def is_paired(self) -> bool:
         """Whether rows are preference pairs, and nothing is generated."""
-        return "num_generations" not in self.values
+        return self.method.is_paired
 
     @property
     def rows(self) -> int:
@@ -102,9 +109,13 @@ class Settings:
 
     @property
     def checkpointing_kwargs(self) -> dict[str, bool | int]:
-        """How activations are checkpointed; on a command line the field is JSON."""
-        kwargs = self.gradient_checkpointing_kwargs or {}
-        return json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+        """How activations are checkpointed."""
+        return _mapping(self.gradient_checkpointing_kwargs)
+
+    @property
+    def generation_options(self) -> dict[str, Any]:
+        """Further options of `generate`."""
+        return _mapping(self.generation_kwargs)
 
     @property
     def checkpoints(self) -> bool:
@@ -124,6 +135,11 @@ class Settings:
             return bool(self.precompute_ref_log_probs)
         reuses_rollouts = self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
         return bool(self.values.get("beta")) or reuses_rollouts
+
+
+def _mapping(value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """The value of a field that is a mapping; on a command line it is JSON."""
+    return json.loads(value) if isinstance(value, str) else value or {}
 
 
 def from_words(
@@ -149,7 +165,14 @@ def from_words(
         launch = replace(launch, **deepspeed_of_file(values["deepspeed"]))
     model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
     is_assumed = prompt_tokens is None
-    return Settings(model, values, launch, prompt_tokens or ASSUMED_PROMPT, is_assumed)
+    return Settings(model, values, launch, _method_of(config), prompt_tokens or ASSUMED_PROMPT, is_assumed)
+
+
+def _method_of(config: type) -> Method:
+    """The method whose config this class is, or extends."""
+    by_name = {method.config: method for method in METHODS}
+    names = [base.__name__ for base in config.__mro__ if base.__name__ in by_name]
+    return by_name[names[0]]
 
 
 def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: int = ASSUMED_PROMPT) -> Settings:
@@ -165,4 +188,4 @@ def from_config(config: "TrainingArguments", model: ModelConfig, prompt_tokens: 
     launch = Launch(
         processes=ranks, machines=machines, use_cpu=config.device.type == "cpu", mixed_precision=mixed, **sharing
     )
-    return Settings(model, dict(vars(config)), launch, prompt_tokens)
+    return Settings(model, dict(vars(config)), launch, _method_of(type(config)), prompt_tokens)
