@@ -13,7 +13,7 @@ from trl_fsdp_qlora.compat.triton_kernels import interpreted, launch
 from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction, FusedHead
 from trl_fsdp_qlora.scoring import cpu_linear as cpu_linear
 from trl_fsdp_qlora.scoring import frozen_head
-from trl_fsdp_qlora.scoring.logprobs import choose_head_kernel, score_positions, score_with_head
+from trl_fsdp_qlora.scoring.logprobs import HeadSettings, choose_head_kernel, score_positions, score_with_head
 
 N, H, V = 37, 24, 150
 
@@ -95,7 +95,7 @@ def test_frozen_head_equals_float64_logits(bias, softcap, temperature, logit_sca
     hidden, weight, bias_V, targets, upstream = problem(bias == "some")
     bias_V = torch.linspace(-300, 300, V) if bias == "a ramp" else bias_V
     settings = (temperature, softcap, logit_scale)
-    log_probs = score_positions(hidden, weight, bias_V, targets, *settings)
+    log_probs = score_positions(hidden, weight, bias_V, targets, HeadSettings(*settings))
     assert_equal(log_probs, hidden, weight, bias_V, targets, upstream, *settings)
 
 
@@ -123,7 +123,7 @@ def assert_no_further_from_float64_than_trls(hidden, weight, targets, upstream, 
     exact_hidden = hidden.detach().double().requires_grad_()
     want = reference(exact_hidden, weight, None, targets, softcap=softcap)[0]
     exact = gradient(want, exact_hidden, upstream)
-    log_probs = score_positions(hidden, weight, None, targets, softcap=softcap, **kernel)[0]
+    log_probs = score_positions(hidden, weight, None, targets, HeadSettings(softcap=softcap, **kernel))[0]
     ours = gradient(log_probs, hidden, upstream)
     stock = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8192, softcap, 1.0, ("log_probs",))[0]
     with casting_wide_sums():  # as the trainer does
@@ -174,7 +174,9 @@ def test_a_frozen_head_without_an_entropy_is_projected_twice():
     """As CPO and ORPO want it; the mean of the logits needs no projection."""
     hidden, weight, _, targets, _ = problem(False)
     for wanted, kernel in ((("log_probs", "mean_logits"), "FrozenHead"), (("log_probs", "entropy"), "ChunkedLogProb")):
-        log_probs, *_ = score_positions(hidden, weight, None, targets, entropy_gradient=True, wanted=wanted)
+        log_probs, *_ = score_positions(
+            hidden, weight, None, targets, HeadSettings(entropy_gradient=True, wanted=wanted)
+        )
         assert kernel in type(log_probs.grad_fn).__name__
 
 
@@ -183,9 +185,9 @@ def test_gradients_that_the_frozen_kernel_lacks_are_trls():
     _, entropy, *_ = score_positions(hidden, weight, None, targets)
     with pytest.raises(RuntimeError, match="lm_head_kernel='trl'"):
         entropy.sum().backward()
-    _, entropy, *_ = score_positions(hidden, weight, None, targets, kernel="trl")
+    _, entropy, *_ = score_positions(hidden, weight, None, targets, HeadSettings(kernel="trl"))
     assert torch.isfinite(gradient(entropy, hidden, torch.ones(N))).all()
-    _, entropy, *_ = score_positions(hidden, weight, None, targets, entropy_gradient=True)
+    _, entropy, *_ = score_positions(hidden, weight, None, targets, HeadSettings(entropy_gradient=True))
     of_entropy = gradient(entropy, hidden, torch.ones(N))
     want = gradient(reference(hidden, weight, None, targets)[1], hidden, torch.ones(N))
     torch.testing.assert_close(of_entropy, want, atol=1e-5, rtol=1e-4)

@@ -5,6 +5,7 @@ any sharding. [`score_positions`] chooses the kernel.
 """
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -55,18 +56,36 @@ def choose_head_kernel(
     return choice
 
 
+class HeadSettings(NamedTuple):
+    """What an LM head computes of its products.
+
+    Attributes:
+        temperature, softcap, logit_scale: of the logits, as in TRL's fused head.
+        entropy_gradient: the loss may have a term in the entropy, if that is wanted. If not, the entropy of a frozen
+            head is a value only, and a backward through it raises.
+        kernel: one of `HEAD_KERNELS`.
+        gathered: the weight is a shard's gathered copy.
+        wanted: names of TRL's `FusedCausalLMOutput`.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    entropy_gradient: bool = False
+    kernel: str = "auto"
+    gathered: bool = False
+    wanted: tuple[str, ...] = ("log_probs", "entropy")
+
+
+_PLAIN_HEAD = HeadSettings()
+
+
 def score_positions(
     hidden_NH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
     targets_N: torch.Tensor,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    entropy_gradient: bool = False,
-    kernel: str = "auto",
-    gathered: bool = False,
-    wanted: tuple[str, ...] = ("log_probs", "entropy"),
+    head: HeadSettings = _PLAIN_HEAD,
 ) -> tuple[torch.Tensor | None, ...]:
     """Log-probability of each target and entropy of its distribution in nats, and TRL's further fields; float32
     `(N,)`.
@@ -74,52 +93,45 @@ def score_positions(
     Passes with and without gradient use the same kernel, so that old and new log-probabilities are rounded alike:
     [`choose_head_kernel`] chooses it.
 
-    Args:
-        entropy_gradient: the loss may have a term in the entropy, if that is wanted. If not, the entropy of a frozen
-            head is a value only, and a backward through it raises.
-        kernel: one of `HEAD_KERNELS`.
-        gathered: `weight_VH` is a shard's gathered copy.
-        wanted: names of TRL's `FusedCausalLMOutput`.
-
     Returns:
         `log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1`; `None` for those that are not wanted (the entropy
         may be returned although it is not wanted).
     """
     device_type = hidden_NH.device.type
-    inputs = (hidden_NH, weight_VH, bias_V, targets_N, temperature)
+    inputs = (hidden_NH, weight_VH, bias_V, targets_N, head.temperature)
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_NH.dtype
     trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
     chosen = choose_head_kernel(
-        kernel,
+        head.kernel,
         device_of_plan(hidden_NH),
         dtype,
         trained=trained,
-        entropy_gradient=entropy_gradient and "entropy" in wanted,
-        gathered=gathered,
+        entropy_gradient=head.entropy_gradient and "entropy" in head.wanted,
+        gathered=head.gathered,
         triton=True if is_fake(hidden_NH) else None,  # a plan is for torch's CUDA build, which contains it
     )
     only_trls = {"log_sum_sq_probs", "is_top1"}
-    if softcap is not None:
+    if head.softcap is not None:
         only_trls.add("mean_logits")
-    if chosen == "trl" or only_trls & set(wanted):
-        head = trls.ChunkedLogProbFunction
+    if chosen == "trl" or only_trls & set(head.wanted):
+        trls_head = trls.ChunkedLogProbFunction
         if is_fake(hidden_NH) and device_of_plan(hidden_NH) == "cuda":
             from ..compat.fake_forms import HeadOnGpu
 
-            head = HeadOnGpu
-        return head.apply(*inputs, VOCABULARY_TILE, softcap, logit_scale, wanted)
+            trls_head = HeadOnGpu
+        return trls_head.apply(*inputs, VOCABULARY_TILE, head.softcap, head.logit_scale, head.wanted)
     from .frozen_head import FrozenHeadLogProbFunction
 
     keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
-    values = FrozenHeadLogProbFunction.apply(*inputs, softcap, logit_scale, keep_jacobian)
+    values = FrozenHeadLogProbFunction.apply(*inputs, head.softcap, head.logit_scale, keep_jacobian)
     mean_logits = None
-    if "mean_logits" in wanted:  # the mean of linear functions is that of the mean weight
+    if "mean_logits" in head.wanted:  # the mean of linear functions is that of the mean weight
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
             mean_logits = hidden_NH.float() @ weight_VH.mean(0, dtype=torch.float32)
             if bias_V is not None:
                 mean_logits += bias_V.mean(dtype=torch.float32)
-            mean_logits *= logit_scale / temperature
+            mean_logits *= head.logit_scale / head.temperature
     return *values, None, mean_logits, None
 
 
@@ -140,7 +152,7 @@ def score_with_head(
     Args:
         model: causal language model, without wrappers.
         head: settings and wanted outputs of the model's fused head.
-        entropy_gradient, kernel: see [`score_positions`].
+        entropy_gradient, kernel: see [`HeadSettings`].
     """
     lm_head = model.get_output_embeddings()
     weight = lm_head.weight
@@ -159,20 +171,11 @@ def score_with_head(
     if head.cast_lm_head_to_fp32:
         hidden_NH = hidden_NH.float()
         autocast = torch.autocast(hidden_NH.device.type, enabled=False)
+    settings = HeadSettings(
+        head.temperature, head.softcap, head.logit_scale, entropy_gradient, kernel, gathered, head.outputs
+    )
     with autocast, gathered_by_zero3(weight, bias):
-        values = score_positions(
-            hidden_NH,
-            weight,
-            bias,
-            targets_N.to(weight.device),
-            head.temperature,
-            head.softcap,
-            head.logit_scale,
-            entropy_gradient,
-            kernel,
-            gathered,
-            head.outputs,
-        )
+        values = score_positions(hidden_NH, weight, bias, targets_N.to(weight.device), settings)
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     wanted = {"log_probs", *head.outputs}
     outputs: dict[str, torch.Tensor | None] = dict.fromkeys(names)

@@ -150,7 +150,7 @@ def drawn_as(tokenizer, monkeypatch, answers, agent, rows, **settings) -> tuple[
     """Episodes in which the model's turn `i` is the text `answers[i]` for every row, and the prompts of each turn."""
     asked = []
 
-    def generate(model, ids, config, seed, **options):
+    def generate(model, ids, config, seed, options):
         asked.append(ids)
         return [tokenizer(answers[min(len(asked), len(answers)) - 1])["input_ids"] for _ in ids]
 

@@ -330,7 +330,9 @@ def test_a_plan_for_a_gpu_counts_the_kernel_that_scores_there(kernel, gathered, 
         targets = torch.zeros(320, dtype=torch.long)
         with PeakTracker(hidden, weight) as tracker:
             before = tracker.now
-            logprobs.score_positions(hidden, weight, None, targets, kernel=kernel, gathered=gathered)
+            logprobs.score_positions(
+                hidden, weight, None, targets, logprobs.HeadSettings(kernel=kernel, gathered=gathered)
+            )
             assert tracker.peak - before == pytest.approx(expected, rel=0.02)  # and a few numbers per token
 
 
@@ -358,7 +360,9 @@ def test_the_fake_form_of_the_frozen_head_takes_its_bytes(dtype):
         with PeakTracker(hidden, weight) as tracker:
             before = tracker.now
             targets = torch.zeros(3000, dtype=torch.long)
-            logprobs.score_positions(hidden, weight, None, targets, kernel="frozen")[0].sum().backward()
+            frozen = logprobs.HeadSettings(kernel="frozen")
+            log_probs, *_ = logprobs.score_positions(hidden, weight, None, targets, frozen)
+            log_probs.sum().backward()
             return tracker.peak - before
 
     on_real_tensors = peak()
