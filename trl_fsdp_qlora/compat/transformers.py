@@ -5,7 +5,6 @@
 
 import inspect
 import re
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +22,6 @@ from transformers import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..utils.replaced import replaced
 from .peft import is_peft
 
 if TYPE_CHECKING:
@@ -102,11 +100,6 @@ def is_flash(name: str) -> bool:
 def name_without_flash(name: str) -> str:
     """A name that transformers takes neither for a flash kernel nor for a repository of the Hub."""
     return re.sub(r"[^\w]", "_", name.replace("flash", "fa"))
-
-
-def attention_named(config: PretrainedConfig, name: str) -> AbstractContextManager:
-    """In the block `config` has the attention implementation `name`, which transformers' functions look up there."""
-    return replaced(config, _attn_implementation=name)
 
 
 def has_accelerator() -> bool:

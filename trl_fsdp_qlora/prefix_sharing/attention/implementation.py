@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...compat.transformers import attention_named, is_flash
+from ...compat.transformers import is_flash
+from ...utils.substitute import Substitute
 from ..status import CannotPack
 
 PREFIX = "prefix_sharing_"
@@ -31,8 +32,9 @@ def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
 
 
 def _call_as_base(function: Callable, base: str, module: torch.nn.Module, *args, **kwargs):
-    with attention_named(module.config, base):
-        return function(module, *args, **kwargs)
+    # The function looks up its kernel by the name in the module's config, which stays as it is.
+    config = Substitute(module.config, _attn_implementation=base)
+    return function(Substitute(module, config=config), *args, **kwargs)
 
 
 def implementation_of(model: PreTrainedModel) -> str:
