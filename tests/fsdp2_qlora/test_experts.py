@@ -367,6 +367,7 @@ TWO = {"sft": SFT, "by_name": "by_name:experts=1", "resumed": SFT + ",resume={ro
 TWO["offloaded"] = SFT + ",FSDP_OFFLOAD_PARAMS=true"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_with_parts_of_experts_train_as_whole_ones(tmp_path):

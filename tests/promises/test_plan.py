@@ -79,10 +79,11 @@ def launch(tmp_path, **keys) -> tuple[str, str]:
 def test_weights_that_stay_gathered_are_counted(plan, tmp_path):
     status, printed = plan(*launch(tmp_path), "--hardware", "2GB x4")
     assert status == 0 and gib(printed, "gathered weights") < 0.6 * IN_BF16
-    status, printed = plan(
-        *launch(tmp_path, fsdp_reshard_after_forward="false"), "--tokens_per_pass", "512", "--hardware", "2GB x4"
-    )
-    assert status == 1 and gib(printed, "gathered weights") > 0.9 * IN_BF16
+    # On larger cards: three plans more are made for a run that does not fit, which look for lines with which it does.
+    whole = launch(tmp_path, fsdp_reshard_after_forward="false")
+    _, printed = plan(*whole, "--tokens_per_pass", "512", "--hardware", "80GB x4")
+    assert gib(printed, "gathered weights") > 0.9 * IN_BF16
+    assert float(re.search(r"needs most: ([\d.]+) GiB", printed)[1]) > 2  # so it does not fit where the other did
     as_fsdp1 = launch(tmp_path, fsdp_version=1, fsdp_sharding_strategy="SHARD_GRAD_OP")
     assert gib(plan(*as_fsdp1, "--hardware", "80GB x4")[1], "gathered weights") > 0.9 * IN_BF16
 

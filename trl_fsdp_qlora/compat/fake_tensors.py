@@ -10,10 +10,16 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 __all__ = [
     "ATTENTION",
+    "DataDependentOutputException",
     "DeviceMode",
     "FakeTensor",
     "array_of",

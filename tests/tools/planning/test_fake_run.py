@@ -162,12 +162,12 @@ TWO_GROUPS_CUT = {"per_device_train_batch_size": 8, "tokens_per_pass": 280}
 @pytest.mark.parametrize(
     "fields, checkpointing",
     [
-        (ROW, True),
         (JOINED, False),
         (TWO_GROUPS_CUT, False),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
+                (ROW, True),
                 (ROW, False),
                 (JOINED, True),
                 (GROUP_OF_8, True),

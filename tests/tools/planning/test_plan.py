@@ -194,6 +194,7 @@ def test_a_rank_plans_without_the_others(tmp_path, monkeypatch):
     assert make_plan(settings(tmp_path, Launch("fsdp2", 2), **fields), hardware=two_cards).fits
 
 
+@pytest.mark.exhaustive  # `make test` has the promise of such lines, in tests/promises/test_plan.py
 def test_the_lines_with_which_a_run_fits_were_planned_themselves(tmp_path):
     fields = {"per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 8}
     base = folder(tmp_path, num_hidden_layers=1, vocab_size=65536)

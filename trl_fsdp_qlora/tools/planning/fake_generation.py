@@ -3,7 +3,7 @@
 `generate` prepares everything and calls a loop of ours instead of its own, as it does in a run
 (`engines/decode/decoding.py`). That loop computes the prompts, lets the cache grow to the last token by its own
 methods, and draws that token; both by the run's loop, which may be transformers'. Bytes between the two grow from
-token to token.
+token to token. [`sizes_by_config`] counts what a model of another kind keeps.
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,20 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...compat.fake_tensors import DeviceMode, real_tensors
+from ...compat.fake_tensors import DataDependentOutputException, DeviceMode, real_tensors
 from ...compat.memory import PeakTracker
+from ...compat.transformers import cache_name
 from ...compat.transformers_generation import next_inputs, stock_loop
 from ...engines.decode.decoding import DecodedRows, Decoding, why_stock
 from ...engines.decode.lora_products import joined_products
+from ...prefix_sharing.facts import keeps_keys, layer_types, setting
+from ...prefix_sharing.recurrent.known_layers import recurrent_layers
+from ...prefix_sharing.recurrent.level_by_level import StateCache
 from ...scoring.cpu_linear import fast_linears
+from .model import compute_dtype
 from .settings import Settings
 
 
@@ -173,6 +177,43 @@ def generated_bytes(model: nn.Module, mode: DeviceMode, settings: Settings, trac
     mask_UP = mode.with_numbers(mask_UP)
     model.generate(ids_UP, attention_mask=mask_UP, generation_config=config, custom_generate=loop, synced_gpus=False)
     return loop.sizes
+
+
+def sizes_by_config(settings: Settings, config: PretrainedConfig, whole: nn.Module) -> tuple[int, int]:
+    """Bytes of the cache of all rows at full length, and of a token's step beside it, from the sizes in a config.
+
+    For a model that does not generate on fake tensors. Each attention layer keeps keys and values, each known
+    recurrent layer its states. A step copies the logits (in the model's dtype, in float32 twice, in float64 while a
+    token is drawn), or one layer's cache as it grows.
+
+    Args:
+        whole: the model on the meta device.
+    """
+    text = config.get_text_config()
+    rows = settings.rollout_rows
+    dtype = compute_dtype(settings, config)
+    heads = setting(text, "num_attention_heads") or 1  # a model with recurrent layers alone has none
+    key_heads = setting(text, "num_key_value_heads") or heads
+    width = setting(text, "head_dim") or text.hidden_size // heads
+    bytes_of_token = 2 * dtype.itemsize * key_heads * width
+    length = settings.prompt_tokens + settings.max_completion_length
+    window = setting(text, "sliding_window") or length
+    layers = []
+    for kind in filter(keeps_keys, layer_types(text)):
+        tokens = min(length, window) if kind == "sliding_attention" else length
+        layers.append(bytes_of_token * rows * tokens)
+    states = sum(rows * _state_bytes(layer, text.hidden_size) for layer in recurrent_layers(whole))
+    logits = (dtype.itemsize + 2 * 4 + 8) * rows * text.vocab_size
+    grown = max(layers, default=0) * heads // key_heads
+    return sum(layers) + states, max(logits, grown)
+
+
+def _state_bytes(layer: nn.Module, width: int) -> int:
+    """Bytes of the states that a recurrent layer of `width`, on the meta device, keeps of one row."""
+    dtype = next(p.dtype for p in layer.parameters() if p.is_floating_point())
+    cache = StateCache()
+    layer(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name(type(layer)): cache})
+    return sum(state.nbytes for state in cache.after.values())
 
 
 def _config(settings: Settings) -> GenerationConfig:

@@ -9,6 +9,7 @@ layer of this kind adds. Gradients exist from the start, because earlier micro-b
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,15 +33,17 @@ from ...prefix_sharing.passes import PassPlan
 from ...prefix_sharing.sharing import PromptSharing
 from ...prefix_sharing.status import CannotPack
 from ...trainers.step.step_scores import StepScores
-from .fake_generation import GenerationBytes, generated_bytes
+from .fake_generation import GenerationBytes, generated_bytes, sizes_by_config
 from .fake_trainer import FakeTrainer
 from .model import build, causal_model
 from .settings import Settings
 
+logger = logging.getLogger(__name__)
 # Several plans of one run (as of other lengths) need the same model and the same passes. The caches keep the last
 # model and all measurements, by the settings on which they depend.
 _whole: dict[tuple, nn.Module] = {}
 _measured: dict[tuple, np.ndarray] = {}
+_errors_of_generation: dict[tuple, Exception] = {}
 # Options by which a search varies a run. Each measurement has what they change of it in its key.
 _NOT_OF_PASSES = {
     "fsdp_gather",
@@ -185,8 +188,25 @@ class FakeRun:
         settings = self.settings
         lengths = settings.prompt_tokens, settings.max_completion_length
         key = *self.key, "generation", settings.rollout_rows, settings.num_generations, *lengths
-        sizes = self._of_all_layers(key, self._run_generation)
-        return GenerationBytes(*map(int, sizes))
+        if key not in _errors_of_generation:
+            try:
+                sizes = self._of_all_layers(key, self._run_generation)
+                return GenerationBytes(*map(int, sizes))
+            except Exception as error:  # of a model's own code, which reads numbers or makes a cache of another kind
+                _errors_of_generation[key] = error
+                logger.warning(
+                    f"Generation is counted by the config of the model, because {type(self.causal).__name__} does "
+                    f"not generate on tensors without numbers ({type(error).__name__})"
+                )
+        cache, step = sizes_by_config(settings, self.config, self.whole)
+        key = *self.key, "prompts", settings.rollout_rows, settings.prompt_tokens
+        prefill = self._of_all_layers(key, self._run_prompts)
+        return GenerationBytes(cache + int(prefill.max()), cache, step)
+
+    @property
+    def causal(self) -> nn.Module:
+        """The whole model without an adapter."""
+        return causal_model(self.whole)
 
     @property
     def _lengths(self) -> Lengths:
@@ -398,6 +418,16 @@ class FakeRun:
             few.causal.forward = convert_outputs_to_fp32(self._autocast()(few.causal.forward))
         with self._tracked(few, False) as peaks:
             return generated_bytes(few.model, few.mode, self.settings, peaks.tracker)
+
+    def _run_prompts(self, layers: list[int]) -> list[int]:
+        """The peak of the prompts' forward by a model of these layers, without a cache."""
+        few = self._few_layers(layers)
+        with self._tracked(few, False) as peaks, self._autocast():
+            shape = self.settings.rollout_rows, self.settings.prompt_tokens
+            ids_RP = torch.ones(shape, dtype=torch.long)
+            few.causal.base_model(input_ids=ids_RP, attention_mask=torch.ones_like(ids_RP), use_cache=False)
+            peaks.end_part()
+        return peaks.of_parts
 
 
 class _BorderAtTrunks:

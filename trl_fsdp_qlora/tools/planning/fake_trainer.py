@@ -22,6 +22,7 @@ import trl_fsdp_qlora
 
 from ...compat import trl as trls
 from ...compat.fake_tensors import DeviceMode, has_numbers, real_tensors
+from ...compat.transformers import has_routers
 from ...compat.trl_rollouts import IMPORTANCE_RATIO, OLD_LOGPS, REFERENCE_LOGPS
 from ...prefix_sharing.batch import Batch
 from ...prefix_sharing.passes import PassPlan
@@ -245,7 +246,8 @@ def _options_of(args: SimpleNamespace, model: nn.Module) -> dict[str, object]:
     has_router = hasattr(text, "output_router_logits") and coefficient != 0.0
     common = {
         "router_aux_loss_coef": coefficient,
-        "aux_loss_enabled": has_router and trls.counts_experts(text),
+        # The few layers of a plan may all be dense.
+        "aux_loss_enabled": has_router and trls.counts_experts(text) and has_routers(causal_language_model(model)),
         "current_gradient_accumulation_steps": args.gradient_accumulation_steps,
     }
     if "epsilon" not in options:

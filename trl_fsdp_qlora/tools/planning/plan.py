@@ -143,9 +143,11 @@ def make_plan(
     """
     config = config or read_config(settings.model.model_name_or_path, settings.model.model_revision)
     hardware = hardware or read_hardware(None, settings.launch.use_cpu)
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # the libraries' messages are for a user who trains the model
+    # The libraries' messages are for a user who trains the model.
+    loggers = logging.getLogger("transformers"), logging.getLogger("torch._subclasses.fake_tensor")
+    levels = [logger.level for logger in loggers]
+    for logger, least in zip(loggers, (logging.ERROR, logging.CRITICAL), strict=True):
+        logger.setLevel(least)
     try:
         # Within a launch the main rank plans alone.
         with warnings.catch_warnings(action="ignore"), deciding_alone():
@@ -153,7 +155,8 @@ def make_plan(
             engine = plan_engine(run, hardware)
             phases = _phases(run, hardware, engine)
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
     capacity = hardware.per_rank(settings.launch.ranks_per_machine)
     return MemoryPlan(settings, config, hardware, phases, capacity, _parameters(run), engine)
 

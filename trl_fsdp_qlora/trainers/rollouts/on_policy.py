@@ -36,6 +36,8 @@ logger = get_logger(__name__)
 class _Regrouping(Substitute):
     """A substitute of a trainer that keeps other micro-batches than TRL's method sets."""
 
+    _regroup: Callable[[list], list]
+
     def __init__(self, original: object, regroup: Callable[[list], list], **values: object):
         super().__init__(original, **values)
         vars(self)["_regroup"] = regroup
