@@ -51,14 +51,28 @@ _OF_EVERY_BATCH = ("prompt_ids", "prompt_mask", "completion_ids", "completion_ma
 def with_names(method: types.MethodType, **names: object) -> types.MethodType:
     """A copy of a bound method that finds `names` in the place of those in its module; no other caller sees them.
 
-    What decorates the method does not decorate the copy.
+    What decorates the method decorates the copy, if the decorator's function holds the decorated one in its closure.
     """
-    function: Any = inspect.unwrap(method.__func__)
-    module = {**function.__globals__, **names}
-    of_function = function.__name__, function.__defaults__, function.__closure__
-    copy = types.FunctionType(function.__code__, module, *of_function)
+    function: Any = getattr(method, "__func__", method)
+    return types.MethodType(_function_with_names(function, names), method.__self__)
+
+
+def _function_with_names(function: types.FunctionType, names: dict[str, object]) -> types.FunctionType:
+    decorated = vars(function).get("__wrapped__")
+    if decorated is None:
+        return _copy_of(function, {**function.__globals__, **names}, function.__closure__)
+    inner = _function_with_names(decorated, names)
+    cells = function.__closure__ or ()
+    if not any(cell.cell_contents is decorated for cell in cells):
+        return inner
+    closure = tuple(types.CellType(inner) if cell.cell_contents is decorated else cell for cell in cells)
+    return _copy_of(function, function.__globals__, closure)
+
+
+def _copy_of(function: types.FunctionType, module: dict, closure: tuple | None) -> types.FunctionType:
+    copy = types.FunctionType(function.__code__, module, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return types.MethodType(copy, method.__self__)
+    return copy
 
 
 def reads(method: Callable, name: str) -> bool:

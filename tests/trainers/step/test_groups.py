@@ -27,7 +27,14 @@ def test_every_row_once_and_groups_together(rows, group, offset):
             assert b == a + 1  # in its own order
 
 
-def test_the_order_of_groups_is_derived_from_a_draw():
+def test_groups_move_by_one_global_draw_as_stock():
+    batch = {"prompt_ids": torch.arange(24)}
+    torch.manual_seed(3)
+    torch.randperm(24)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    micro_batches(batch, 4, rank=0, count=2)
+    assert torch.equal(torch.rand(4), expected)
     assert len({tuple(group_permutation(torch.randperm(24), 4).tolist()) for _ in range(20)}) > 10
 
 
