@@ -1,8 +1,8 @@
 """Planned activations against the same pass on real tensors: this package's packed pass, TRL's padded one, 4-bit
 layers.
 
-Covers `compat/fake_forms.py`, `compat/fake_tensors.py`, `tools/planning/fake_generation.py`,
-`tools/planning/fake_trainer.py`, `tools/planning/rollout.py`.
+Covers `compat/fake_forms.py`, `compat/fake_tensors.py`, `tools/planning/fake_trainer.py`,
+`tools/planning/rollout.py`.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 `generate` prepares everything and calls a loop of ours instead of its own, as it does in a run
 (`engines/decode/decoding.py`). That loop computes the prompts, lets the cache grow to the last token by its own
 methods, and draws that token; both by the run's loop, which may be transformers'. Bytes between the two grow from
-token to token. [`sizes_by_config`] counts what a model of another kind keeps.
+token to token. [`bytes_by_config`] counts what a model of another kind keeps.
 """
 
 from collections.abc import Iterator
@@ -179,15 +179,16 @@ def generated_bytes(model: nn.Module, mode: DeviceMode, settings: Settings, trac
     return loop.sizes
 
 
-def sizes_by_config(settings: Settings, config: PretrainedConfig, whole: nn.Module) -> tuple[int, int]:
-    """Bytes of the cache of all rows at full length, and of a token's step beside it, from the sizes in a config.
+def bytes_by_config(settings: Settings, config: PretrainedConfig, whole: nn.Module, prompts: int) -> GenerationBytes:
+    """The bytes of a model that does not generate on fake tensors, from the sizes in its config.
 
-    For a model that does not generate on fake tensors. Each attention layer keeps keys and values, each known
-    recurrent layer its states. A step copies the logits (in the model's dtype, in float32 twice, in float64 while a
-    token is drawn), or one layer's cache as it grows.
+    Each attention layer keeps keys and values, and each known recurrent layer its states. A token's step copies the
+    logits (in the model's dtype, in float32 twice, in float64 while a token is drawn), or one layer's cache as it
+    grows.
 
     Args:
         whole: the model on the meta device.
+        prompts: bytes at the peak of the prompts' forward without a cache.
     """
     text = config.get_text_config()
     rows = settings.rollout_rows
@@ -202,13 +203,14 @@ def sizes_by_config(settings: Settings, config: PretrainedConfig, whole: nn.Modu
     for kind in filter(keeps_keys, layer_types(text)):
         tokens = min(length, window) if kind == "sliding_attention" else length
         layers.append(bytes_of_token * rows * tokens)
-    states = sum(rows * _state_bytes(layer, text.hidden_size) for layer in recurrent_layers(whole))
+    states = sum(rows * state_bytes(layer, text.hidden_size) for layer in recurrent_layers(whole))
     logits = (dtype.itemsize + 2 * 4 + 8) * rows * text.vocab_size
     grown = max(layers, default=0) * heads // key_heads
-    return sum(layers) + states, max(logits, grown)
+    of_prompts = bytes_of_token * len(layers) * rows * settings.prompt_tokens
+    return GenerationBytes(prefill=prompts + of_prompts, cache=sum(layers) + states, step=max(logits, grown))
 
 
-def _state_bytes(layer: nn.Module, width: int) -> int:
+def state_bytes(layer: nn.Module, width: int) -> int:
     """Bytes of the states that a recurrent layer of `width`, on the meta device, keeps of one row."""
     dtype = next(p.dtype for p in layer.parameters() if p.is_floating_point())
     cache = StateCache()
@@ -219,11 +221,7 @@ def _state_bytes(layer: nn.Module, width: int) -> int:
 def _config(settings: Settings) -> GenerationConfig:
     """The settings of `generate`, as TRL's trainers make them."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    options = {name: settings.values[name] for name in names}
-    options |= {
-        "max_new_tokens": settings.max_completion_length,
-        "do_sample": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
-    return GenerationConfig(**options | settings.generation_options, disable_compile=True)
+    of_drawing = {name: settings.values[name] for name in names}
+    of_tokens = {"max_new_tokens": settings.max_completion_length, "pad_token_id": 0, "eos_token_id": 1}
+    options = {**of_drawing, **of_tokens, "do_sample": True, **settings.generation_options}
+    return GenerationConfig(**options, disable_compile=True)

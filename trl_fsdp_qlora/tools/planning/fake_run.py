@@ -33,7 +33,7 @@ from ...prefix_sharing.passes import PassPlan
 from ...prefix_sharing.sharing import PromptSharing
 from ...prefix_sharing.status import CannotPack
 from ...trainers.step.step_scores import StepScores
-from .fake_generation import GenerationBytes, generated_bytes, sizes_by_config
+from .fake_generation import GenerationBytes, bytes_by_config, generated_bytes
 from .fake_trainer import FakeTrainer
 from .model import build, causal_model
 from .settings import Settings
@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 # model and all measurements, by the settings on which they depend.
 _whole: dict[tuple, nn.Module] = {}
 _measured: dict[tuple, np.ndarray] = {}
-_errors_of_generation: dict[tuple, Exception] = {}
+# Keys of models that cannot generate on fake tensors, so that a search does not try it for each of its runs.
+_generates_otherwise: set[tuple] = set()
 # Options by which a search varies a run. Each measurement has what they change of it in its key.
 _NOT_OF_PASSES = {
     "fsdp_gather",
@@ -186,27 +187,21 @@ class FakeRun:
     def generation_bytes(self) -> GenerationBytes:
         """The bytes in which completions are generated, all of them at full length."""
         settings = self.settings
-        lengths = settings.prompt_tokens, settings.max_completion_length
-        key = *self.key, "generation", settings.rollout_rows, settings.num_generations, *lengths
-        if key not in _errors_of_generation:
+        if self.key not in _generates_otherwise:
+            lengths = settings.prompt_tokens, settings.max_completion_length
+            key = *self.key, "generation", settings.rollout_rows, settings.num_generations, *lengths
             try:
                 sizes = self._of_all_layers(key, self._run_generation)
                 return GenerationBytes(*map(int, sizes))
             except Exception as error:  # of a model's own code, which reads numbers or makes a cache of another kind
-                _errors_of_generation[key] = error
+                _generates_otherwise.add(self.key)
                 logger.warning(
-                    f"Generation is counted by the config of the model, because {type(self.causal).__name__} does "
-                    f"not generate on tensors without numbers ({type(error).__name__})"
+                    f"Generation is counted by the config of the model, because {self.config.model_type} does not "
+                    f"generate on tensors without numbers ({type(error).__name__})"
                 )
-        cache, step = sizes_by_config(settings, self.config, self.whole)
         key = *self.key, "prompts", settings.rollout_rows, settings.prompt_tokens
-        prefill = self._of_all_layers(key, self._run_prompts)
-        return GenerationBytes(cache + int(prefill.max()), cache, step)
-
-    @property
-    def causal(self) -> nn.Module:
-        """The whole model without an adapter."""
-        return causal_model(self.whole)
+        prompts = self._of_all_layers(key, self._run_prompts)
+        return bytes_by_config(settings, self.config, self.whole, int(prompts.max()))
 
     @property
     def _lengths(self) -> Lengths:
