@@ -23,7 +23,8 @@ def pytest_collection_modifyitems(config, items):
     """Keep a part of the tests, after those of another mark have gone."""
     number, parts = map(int, config.getoption("--part").split("/"))
     kept = items[number - 1 :: parts]
-    others = [item for i, item in enumerate(items, 1 - number) if i % parts]
+    others = items.copy()
+    del others[number - 1 :: parts]
     config.hook.pytest_deselected(items=others)
     items[:] = kept
 
