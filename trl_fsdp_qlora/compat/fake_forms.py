@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations import sdpa_attention
 
 from ..utils.replaced import replaced
@@ -99,6 +99,15 @@ def register_attention() -> None:
     """Let transformers' models have this attention, under the name [`ATTENTION`]."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface()["sdpa"])
+
+
+def has_routers(model: PreTrainedModel) -> bool:
+    """Whether a layer of `model` has router logits; also if transformers does not say which class of layer does."""
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    cls = getattr(recorded, "target_class", recorded)
+    if not isinstance(cls, type):
+        return True
+    return any(isinstance(module, cls) for module in model.modules())
 
 
 def replace_experts(experts: nn.Module, dense: Callable) -> None:

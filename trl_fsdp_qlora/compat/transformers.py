@@ -102,15 +102,6 @@ def name_without_flash(name: str) -> str:
     return re.sub(r"[^\w]", "_", name.replace("flash", "fa"))
 
 
-def has_routers(model: PreTrainedModel) -> bool:
-    """Whether a layer of `model` has router logits; also if transformers does not say which class of layer does."""
-    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    cls = getattr(recorded, "target_class", recorded)
-    if not isinstance(cls, type):
-        return True
-    return any(isinstance(module, cls) for module in model.modules())
-
-
 def has_accelerator() -> bool:
     """Whether torch has a device next to the host."""
     return torch.accelerator.is_available()

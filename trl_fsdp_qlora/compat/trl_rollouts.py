@@ -58,19 +58,17 @@ def with_names(method: types.MethodType, **names: object) -> types.MethodType:
 
 
 def _function_with_names(function: types.FunctionType, names: dict[str, object]) -> types.FunctionType:
+    module = function.__globals__
+    cells = function.__closure__ or ()
     decorated = vars(function).get("__wrapped__")
     if decorated is None:
-        return _copy_of(function, {**function.__globals__, **names}, function.__closure__)
-    inner = _function_with_names(decorated, names)
-    cells = function.__closure__ or ()
-    if not any(cell.cell_contents is decorated for cell in cells):
-        return inner
-    closure = tuple(types.CellType(inner) if cell.cell_contents is decorated else cell for cell in cells)
-    return _copy_of(function, function.__globals__, closure)
-
-
-def _copy_of(function: types.FunctionType, module: dict, closure: tuple | None) -> types.FunctionType:
-    copy = types.FunctionType(function.__code__, module, function.__name__, function.__defaults__, closure)
+        module = {**module, **names}
+    else:
+        inner = _function_with_names(decorated, names)
+        if not any(cell.cell_contents is decorated for cell in cells):
+            return inner
+        cells = tuple(types.CellType(inner) if cell.cell_contents is decorated else cell for cell in cells)
+    copy = types.FunctionType(function.__code__, module, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -121,9 +119,7 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
     calculate = types.MethodType(trls.GRPOTrainer._calculate_rewards, unlogged)
     if not reads(calculate, "gather"):
         raise trls.MissingName(f"this TRL gathers rewards otherwise, which stage 1 of A*-PO needs: {trls.INSTALL}")
-    if trainer.accelerator.num_processes > 1:
-        calculate = with_names(calculate, gather=lambda rewards: rewards)
-    return calculate(rows, prompts, completions, ids)
+    return with_names(calculate, gather=lambda rewards: rewards)(rows, prompts, completions, ids)
 
 
 def log_rollout(trainer: GRPOTrainer, rollout: dict, episodes: tuple) -> None:

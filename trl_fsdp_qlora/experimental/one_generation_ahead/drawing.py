@@ -148,9 +148,11 @@ class Drawing:
             self._client = VLLMClient(base_url=url, connection_timeout=engine.server_timeout)
         engine.accelerator = accelerator
         engine.vllm_client = copy.copy(self._client)  # the name of the policy that answers stays what it is now
-        stock = type(engine).generate.__get__(engine)
-        if self.trainer.accelerator.num_processes > 1:  # on one process these return what they get
-            stock = with_names(stock, gather_object=lambda values: values, broadcast_object_list=lambda *_, **__: None)
+        stock = with_names(
+            type(engine).generate.__get__(engine),
+            gather_object=lambda values: values,
+            broadcast_object_list=lambda *_, **__: None,
+        )
 
         def generate(*args, **kwargs):
             url = engine.vllm_client.base_url

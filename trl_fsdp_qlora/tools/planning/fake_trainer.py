@@ -21,8 +21,8 @@ from torch import nn
 import trl_fsdp_qlora
 
 from ...compat import trl as trls
+from ...compat.fake_forms import has_routers
 from ...compat.fake_tensors import DeviceMode, has_numbers, real_tensors
-from ...compat.transformers import has_routers
 from ...compat.trl_rollouts import IMPORTANCE_RATIO, OLD_LOGPS, REFERENCE_LOGPS
 from ...prefix_sharing.batch import Batch
 from ...prefix_sharing.passes import PassPlan
